@@ -50,8 +50,7 @@ TRIES = 5  # to open a part; more than two only if the cache is so small that ot
 
 
 def data_place(text):
-    """Returns the value of a flag that names a folder of data, in a bucket or on this machine. Raises BadInput if it is
-    neither."""
+    """Returns the value of a flag that names a folder of data, in a bucket or here. Raises BadInput."""
     if re.match(r"gs://[a-z0-9][a-z0-9._-]*(/|$)", text) and text.isprintable():
         return text.rstrip("/")
     if re.match(r"gs:|gs//|[a-z][a-z0-9+.-]*:/", text, re.IGNORECASE):
@@ -143,7 +142,6 @@ class BucketFile:
         return self._open(begin, min(end + PADDING_BYTES, self.stored.size)), metadata
 
     def read_ahead(self, row_group, columns):
-        """Fetches columns of a row group in the background."""
         def work():
             with _fetches:
                 # One attempt only: whoever needs the row group will retry, and report what is wrong.
@@ -152,7 +150,6 @@ class BucketFile:
         threading.Thread(target=work, name="read-ahead", daemon=True).start()
 
     def _open(self, begin, end):
-        """Returns a pyarrow file with the bytes from `begin` to `end`."""
         folder = _cache_folder(get_base_dir())
         key = f"{self.stored.url} {self.stored.generation} {begin} {end}"
         path = folder / hashlib.sha256(key.encode()).hexdigest()[:32]

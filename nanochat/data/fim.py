@@ -19,6 +19,7 @@ import hashlib
 import re
 import struct
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
@@ -66,33 +67,25 @@ class Infilling:
     kinds: tuple = KINDS
     context: float = 0.0
 
-    def encode(self, lane, texts, tokenizer, row_tokens):
-        """Returns for each text a list with the tokens of its parts, as memoryviews of uint32.
+    def encode(self, lane, ref, piece, tokenizer, row_tokens):
+        """Returns a list with the tokens of each part of a TextPiece, as memoryviews of uint32. ref: its place in the
+        lane with this number.
 
         A text that is not rewritten is one part, and so is each piece of a document that is read in pieces. All parts
-        begin with BOS, except the later pieces of a document. texts: a list of (ref, TextPiece) of the lane with this
-        number.
+        begin with BOS, except the later pieces of a document.
         """
-        # Most parts of a long document are then a little longer than a row, and cut to its length: documents a little
-        # shorter than a row leave gaps that are hard to fill.
-        part_chars = int(SURPLUS * row_tokens * len(SAMPLE) / len(tokenizer.encode_to_numpy(SAMPLE)))
-        waiting = []  # to be encoded
-        numbers = []  # the number of the text of each
-        for i, (ref, text) in enumerate(texts):
-            place = f"{self.seed},{lane},{ref[0]},{ref[1]},{ref[2]}"
-            parts = [text.text]
-            if text.is_last and not ref[2]:
-                below = draws(place)
-                if below(1 << 53) < self.rate * (1 << 53):
-                    parts = self._rewrite(text, part_chars, place, below)
-            waiting += parts
-            numbers += [i] * len(parts)
-        found = [[] for _ in texts]
-        for i, document, tokens in zip(numbers, waiting, tokenizer.encode_documents(waiting), strict=True):
+        place = f"{self.seed},{lane},{ref[0]},{ref[1]},{ref[2]}"
+        parts = [piece.text]
+        if piece.is_last and not ref[2]:
+            below = draws(place)
+            if below(1 << 53) < self.rate * (1 << 53):
+                parts = self._rewrite(piece, part_chars_for(tokenizer, row_tokens), place, below)
+        found = []
+        for document, tokens in zip(parts, tokenizer.encode_documents(parts), strict=True):
             if isinstance(document, Infill) and len(tokens) > row_tokens:
-                found[i] += fit_into_row(tokens, row_tokens, tokenizer)
+                found += fit_into_row(tokens, row_tokens, tokenizer)
             else:
-                found[i].append(tokens[1:] if texts[i][0][2] else tokens)
+                found.append(tokens[1:] if ref[2] else tokens)
         return found
 
     def _rewrite(self, piece, part_chars, place, below):
@@ -119,6 +112,14 @@ class Infilling:
             parts.append(Infill(*sides, context))
             begin = end
         return parts
+
+
+# Most parts of a long document are then a little longer than a row, and cut to its length: documents a little shorter
+# than a row leave gaps that are hard to fill.
+@cache
+def part_chars_for(tokenizer, row_tokens):
+    """Returns the characters of a part of a document that is longer than a row."""
+    return int(SURPLUS * row_tokens * len(SAMPLE) / len(tokenizer.encode_to_numpy(SAMPLE)))
 
 
 def check_fim(flag, tokenizer, seq_len):
@@ -171,8 +172,7 @@ def draw_context(context, most, below):
 
 
 def last_files(context, most):
-    """Returns the texts of the last files of a `context`, of `most` characters in all. The end of the first one may be
-    missing."""
+    """Returns the texts of the last files of a `context`, `most` characters in all; the first may lack its end."""
     left = most
     texts = []
     for text in reversed(context.split(SEPARATOR)[1:]):
@@ -195,10 +195,8 @@ def condensed(text):
 
 
 def choose_middle(text, kinds, below):
-    """Returns (begin, end) of a random middle of `text`, of a random one of `kinds`; below: as `draws` returns it.
-
-    A text without structures gets a middle by lines.
-    """
+    """Returns (begin, end) of a random middle of `text`, of a random one of `kinds`; below: as `draws` returns it. A
+    text without structures gets a middle by lines."""
     kind = kinds[below(len(kinds))]
     if kind == "random":
         return tuple(sorted((below(len(text) + 1), below(len(text) + 1))))
@@ -290,8 +288,7 @@ def find_statement(text, begin):
 
 
 def _code_line(text, position):
-    """Returns the beginning of the line of `position`, or None if position is negative or the line seems to be inside a
-    comment."""
+    """Returns where the line of `position` begins, or None for a negative position or in a comment."""
     if position < 0:
         return None
     first = text.rfind("\n", 0, position) + 1

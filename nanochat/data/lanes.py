@@ -25,14 +25,12 @@ import numpy as np
 
 from nanochat.common import BadInput
 from nanochat.data.fim import Infilling
-from nanochat.data.projects import encode_documents
+from nanochat.data.projects import encode_document
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.data.units import Units
 
 NUM_LANES = 64
 PADDING = -1  # instead of a token, after the end of the data
-GROUP_CHARS = 1 << 20  # tokenized in one go: work in between would evict the tokenizer's tables from the core's cache
-FIRST_GROUP_CHARS = 1 << 16  # groups double up to GROUP_CHARS, so that a lane's first row comes soon
 BUFFER_DOCUMENTS = 16  # documents from which a lane chooses while one of them is longer than a row
 BUFFER_SHORT_DOCUMENTS = 128  # documents from which it chooses otherwise: more, because it crops what does not fit
 BUFFER_TOKENS = 1 << 17  # the buffer holds about this many tokens at most, but at least those of two rows
@@ -72,15 +70,13 @@ class SharedByLanes:
 
 
 class Lane:
-    """Reads, tokenizes and packs the documents of one lane, up to its unit number `num_units`. Only one thread may use
-    it at a time."""
+    """Reads, tokenizes and packs the documents of one lane, up to its unit number `num_units`. For one thread."""
 
     def __init__(self, number, state, shared, row_tokens, num_units=math.inf):
         self.number = number
         self.shared = shared
         self.row_tokens = row_tokens
         self.num_units = num_units
-        self.group_chars = FIRST_GROUP_CHARS
         self.reading = "nothing yet"  # names file and row group in messages
         self.rows, self.next, _, _, self.waited, self.tokens, self.dropped, self.documents, _ = state
         # The buffer: first pieces of documents, oldest first, those that fit into a row and those that do not.
@@ -147,52 +143,29 @@ class Lane:
         if self.shared.infilling:
             piece = 0  # the parts of a document are made from the whole text, which is piece 0
             rewritten = {ref[:2] for ref in again | {begin}}
-        for texts in self._read(unit, document, piece):
-            needed = []
-            for ref, text in texts:
-                is_whole = text.is_last and not text.index
-                if ref >= begin or ref in again or is_whole and ref[:2] in rewritten:
-                    needed.append((ref, text))
-            for group in self._groups(needed):
-                for piece in self._pieces_of(group):
+        for ref, text in self._read(unit, document, piece):
+            is_whole = text.is_last and not text.index
+            if ref >= begin or ref in again or is_whole and ref[:2] in rewritten:
+                for piece in self._pieces_of(ref, text):
                     if piece.ref >= begin or piece.ref in again:
                         yield piece
 
-    def _pieces_of(self, group):
-        """Yields the Pieces of a list of (ref, TextPiece)."""
-        for (ref, text), parts in zip(group, self._encode(group), strict=True):
-            unit, document, first = ref
-            last = first + len(parts) - 1
-            for number, tokens in enumerate(parts, first):
-                following = (unit, document, number + 1)
-                if text.is_last and number == last:
-                    following = (unit, document + 1, 0)
-                yield Piece((unit, document, number), text.is_last, tokens, following)
-
-    def _encode(self, group):
-        """Returns for each (ref, TextPiece) a list of the tokens of its parts: only itself, unless it is rewritten."""
+    def _pieces_of(self, ref, text):
+        unit, document, first = ref
         if self.shared.infilling:
-            return self.shared.infilling.encode(self.number, group, self.shared.tokenizer, self.row_tokens)
-        documents = encode_documents([text for _, text in group], self.shared.tokenizer)
-        return [[tokens[1:] if ref[2] else tokens] for (ref, _), tokens in zip(group, documents, strict=True)]
-
-    def _groups(self, texts):
-        """Divides a list of (ref, TextPiece) into lists of about `group_chars` characters."""
-        group = []
-        n_chars = 0
-        for text in texts:
-            group.append(text)
-            n_chars += len(text[1].text)
-            if n_chars >= self.group_chars:
-                self.group_chars = min(2 * self.group_chars, GROUP_CHARS)
-                yield group
-                group = []
-                n_chars = 0
-        if group:
-            yield group
+            parts = self.shared.infilling.encode(self.number, ref, text, self.shared.tokenizer, self.row_tokens)
+        else:
+            tokens = encode_document(text, self.shared.tokenizer)
+            parts = [tokens[1:] if first else tokens]
+        last = first + len(parts) - 1
+        for number, tokens in enumerate(parts, first):
+            following = (unit, document, number + 1)
+            if text.is_last and number == last:
+                following = (unit, document + 1, 0)
+            yield Piece((unit, document, number), text.is_last, tokens, following)
 
     def _read(self, number, document, piece):
-        """Yields lists of (ref, TextPiece) from this piece of this document of the lane's unit `number` on."""
+        """Yields (ref, TextPiece) from this piece of this document of the lane's unit `number` on."""
         while number < self.num_units:
             unit = self.shared.units.get(self.number, number)
             if number + 1 < self.num_units:
@@ -202,14 +175,14 @@ class Lane:
                 texts, following = self.shared.units.read(unit, unit.first + document, piece, self.shared.read_bytes)
                 document = following - unit.first
                 piece = 0
-                yield [((number, text.document - unit.first, text.index), text) for text in texts]
+                for text in texts:
+                    yield (number, text.document - unit.first, text.index), text
                 if texts and not texts[-1].is_last:
                     piece = texts[-1].index + 1
             number += 1
             document = 0
 
     def _peek(self):
-        """Returns the next Piece to read, or None at the end of the data."""
         if self._peeked is None:
             self._peeked = next(self._pieces, None)
         return self._peeked

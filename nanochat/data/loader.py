@@ -28,6 +28,7 @@ from nanochat.data.lanes import NUM_LANES, PADDING, Lane, LaneState, RandomLane,
 from nanochat.data.projects import FILE_SEP, require_files
 from nanochat.data.shards import fingerprint
 from nanochat.data.units import Units
+from nanochat.device.mesh import divisors_in_words
 
 READ_AHEAD_BYTES = 256 << 20  # bytes of text that all lanes of a rank hold together, at most
 BLOCK_TOKENS = 1 << 15  # tokens of the rows that a worker makes at a time, at most (but at least one row)
@@ -52,7 +53,6 @@ class Rows:
 
 @dataclass(frozen=True)
 class Batch:
-    """One batch of one rank."""
     rows: torch.Tensor  # int32 (batch_size, seq_len + 1)
     lanes: dict = field(repr=False)  # {lane: fields of its LaneState after this batch}, for the lanes of this rank
     run: dict = field(repr=False)  # the settings for which the states are valid
@@ -64,11 +64,8 @@ class Batch:
 
 
 class RowQueue:
-    """The rows of one lane, prefetched by one block by any worker that takes this queue from `wanted`.
-
-    Blocks double from one row to block_rows, so that it prefetches no more than it has served. num_rows: the rows
-    needed in all.
-    """
+    """The rows of one lane, prefetched by one block by any worker that takes this queue from `wanted`. Blocks double
+    from one row to block_rows, so that it prefetches no more than it has served. num_rows: the rows needed in all."""
 
     # At any time a queue has at most one block that is finished or in work, besides the one that `get` takes from: so
     # memory is bounded, only one worker at a time is in a lane, and the lanes need no locks.
@@ -83,7 +80,6 @@ class RowQueue:
         self._want()
 
     def _want(self):
-        """Asks the workers for the next block, unless all rows were requested."""
         self._size = min(self._size, self.block_rows, self._left)
         self._left -= self._size
         if self._size:
@@ -131,7 +127,6 @@ class DataLoader:
     loader, or use it as a context manager: otherwise its threads live until the process ends.
     """
 
-    ended = frozenset()  # see MixtureLoader
     _part = slice(None)  # this rank's part of the rows of a batch
 
     def __init__(self, shards, tokenizer, rows, *, state=None, num_rows=None, infilling=None, threads=2):
@@ -236,7 +231,6 @@ class DataLoader:
         return counts
 
     def close(self):
-        """Ends the threads. Safe to call twice."""
         self._error = RuntimeError("the loader is closed")
         # Queues that still wait for a worker are dropped, so that each worker ends after its present block.
         while not self._wanted.empty():
@@ -293,7 +287,7 @@ def check_lane_states(saved, run, world_size):
     num_lanes = run["num_lanes"]
     if num_lanes % world_size:
         raise BadInput(f"{num_lanes} lanes cannot be divided among {world_size} ranks: "
-                       f"use {divisors_near(num_lanes, world_size)} ranks")
+                       f"use {divisors_in_words(num_lanes, world_size)} ranks")
     if saved is None:
         return dict.fromkeys(range(num_lanes), LaneState())
     lanes = {}
@@ -316,13 +310,5 @@ def check_lane_states(saved, run, world_size):
         raise BadInput("the saved lanes come from different steps: resume from another checkpoint")
     if n_rows % world_size:
         raise BadInput(f"{n_rows} rows were read so far, which is not possible with {world_size} ranks: "
-                       f"use {divisors_near(math.gcd(n_rows, num_lanes), world_size)} ranks")
+                       f"use {divisors_in_words(math.gcd(n_rows, num_lanes), world_size)} ranks")
     return lanes
-
-
-def divisors_near(n, number):
-    """Returns the divisors of n on both sides of a number, as text: "2 or 4"."""
-    divisors = [d for d in range(1, n + 1) if n % d == 0]
-    below = [d for d in divisors if d < number][-1:]
-    above = [d for d in divisors if d > number][:1]
-    return " or ".join(map(str, below + above))

@@ -18,29 +18,20 @@ SEPARATOR = "\0"
 FILE_SEP = "<|file_sep|>"
 
 
-def encode_documents(pieces, tokenizer):
-    """Returns what tokenizer.encode_documents returns for the texts of a list of TextPieces. In those of packed shards
+def encode_document(piece, tokenizer):
+    """Returns the tokens of a TextPiece, a memoryview of uint32 that begins with BOS. In one of a packed shard
     <|file_sep|> replaces each separator."""
+    if not piece.is_packed:
+        return tokenizer.encode_documents([piece.text])[0]
+    separator = SEPARATOR if isinstance(piece.text, str) else SEPARATOR.encode()
+    # A project's text begins with a separator. So its first file is empty and encodes to BOS alone.
     files = []
-    counts = []  # files of each piece
-    for piece in pieces:
-        # A project's text begins with a separator. So its first file is empty and encodes to BOS alone.
-        separator = SEPARATOR if isinstance(piece.text, str) else SEPARATOR.encode()
-        own = piece.text.split(separator) if piece.is_packed else [piece.text]
-        files += own
-        counts.append(len(own))
-    encoded = tokenizer.encode_documents(files)
-    if len(files) == len(pieces):
-        return encoded
-    separator = tokenizer.special(FILE_SEP)
-    documents = []
-    left = iter(encoded)
-    for count in counts:
-        own = [np.array(next(left)) for _ in range(count)]  # each of them begins with BOS
-        for later in own[1:]:
-            later[0] = separator
-        documents.append(np.concatenate(own).data)
-    return documents
+    for file in tokenizer.encode_documents(piece.text.split(separator)):
+        file = np.array(file)  # it begins with BOS
+        if files:
+            file[0] = tokenizer.special(FILE_SEP)
+        files.append(file)
+    return np.concatenate(files).data
 
 
 def require_files(shards, what):

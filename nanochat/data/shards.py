@@ -15,7 +15,6 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -93,7 +92,6 @@ def saved_text_flags(flags):
 
 
 def open_text(flags, split="train"):
-    """Returns the Shards of a split, train or val, that TextFlags name."""
     return open_shards(list_shards(flags.folder(split), split, flags.data_cache_gb), flags.skip_bad_shards)
 
 
@@ -237,16 +235,25 @@ def _decode(shard, row_group, document, stop):
     begin = 0  # the first document of the batch
     for batch in _batches(shard, row_group, shard.columns):
         end = begin + len(batch)
-        if end > document:
-            contexts = batch[CONTEXT].cast(pa.binary()).to_pylist() if CONTEXT in shard.columns else ()
-            for number, text in _texts(batch[TEXT], begin, max(begin, document), min(end, stop)):
-                context = (contexts and contexts[number - begin] or b"").decode(errors="replace")
-                for piece in _cut(number, text):
-                    is_more = shard.is_packed or context
-                    yield piece._replace(is_packed=shard.is_packed, context=context) if is_more else piece
+        first = max(begin, document)
+        if first < end:
+            part = batch.slice(first - begin, min(end, stop) - first)
+            contexts = [b""] * len(part)
+            if CONTEXT in shard.columns:
+                contexts = _bytes_in(part[CONTEXT])
+            for number, text, context in zip(range(first, stop), _bytes_in(part[TEXT]), contexts, strict=False):
+                if text:
+                    yield from _cut(number, text, shard.is_packed, (context or b"").decode(errors="replace"))
         if end >= stop:
             return
         begin = end
+
+
+def _bytes_in(column):
+    """Returns the values of a column of text as bytes: a column of strings may hold malformed UTF-8."""
+    if pa.types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    return column.cast(pa.large_binary()).to_pylist()
 
 
 def _batches(shard, row_group, columns):
@@ -319,8 +326,7 @@ def read_columns(shard, *names):
             for batch in _batches(shard, row_group, [TEXT, *there]):
                 unknown = ["unknown"] * len(batch)
                 values = [batch[name].to_pylist() if name in there else unknown for name in names]
-                texts = batch[TEXT].cast(pa.binary()).to_pylist()  # a column of strings may hold malformed UTF-8
-                for document in zip(texts, *values, strict=True):
+                for document in zip(_bytes_in(batch[TEXT]), *values, strict=True):
                     if document[0]:
                         yield document
         except CorruptRowGroup as error:
@@ -340,37 +346,18 @@ def _skip_or_raise(error, skip_bad):
         say(f"warning: skipped what cannot be read: {message}")
 
 
-def _texts(column, begin, document, stop):
-    """Yields (number, memoryview of the text) of the documents from `document` to `stop` that are not empty. `begin` is
-    the number of the first document in the column."""
-    # This reads the buffers directly: as_py fails on malformed UTF-8, which a column of strings may hold, and a pyarrow
-    # scalar for each document took 8% of the loader's time.
-    if pa.types.is_dictionary(column.type):
-        column = column.dictionary_decode()
-    column = column.cast(pa.large_binary())  # copies only the offsets
-    _, offsets, data = column.buffers()  # a null is as long as an empty text
-    ends = np.frombuffer(offsets, np.int64)[column.offset:][document - begin:stop - begin + 1].tolist()
-    data = memoryview(data)
-    for number, first, end in zip(range(document, stop), ends, ends[1:], strict=False):
-        if first < end:
-            yield number, data[first:end]
-
-
 # A long document is cut where a line begins with a letter, because no split pattern joins the text before it with the
 # text after it: the pieces have the tokens of the whole text. Nearly every PIECE_BYTES of C++ have such a line; text
 # without one may get a few other tokens.
-def _cut(document, text):
-    """Yields the TextPieces of a document."""
-    if len(text) > PIECE_BYTES:
-        text = bytes(text)
+def _cut(document, text, is_packed, context):
     begin = 0
     index = 0
     while len(text) - begin > PIECE_BYTES:
         last = _last_of_piece(text, begin, begin + PIECE_BYTES)
-        yield TextPiece(document, index, False, _as_str(text[begin:last + 1]))
+        yield TextPiece(document, index, False, _as_str(text[begin:last + 1]), is_packed, context)
         begin = last + 1
         index += 1
-    yield TextPiece(document, index, True, _as_str(text[begin:]))
+    yield TextPiece(document, index, True, _as_str(text[begin:]), is_packed, context)
 
 
 def _last_of_piece(text, begin, end):
@@ -392,7 +379,7 @@ def _as_str(text):
     try:
         return str(text, "utf-8")
     except UnicodeDecodeError:
-        return bytes(text)
+        return text
 
 
 def _first_line(error):

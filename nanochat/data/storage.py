@@ -80,7 +80,6 @@ class Retries:
         self.begin()
 
     def begin(self):
-        """Restarts the clock."""
         self.deadline = time.monotonic() + self.limit_s
         self.pause_s = FIRST_PAUSE_S
 
@@ -216,7 +215,6 @@ def _copy_file(source, target, is_cancelled):
 
 
 def _find_file(url):
-    """Returns the StoredFile of a URL. Raises BadInput if there is none."""
     bucket, _ = _parts(url)
     return _ask_for_json(_object(url), url, "put it back, or correct the URL", partial(_stored, bucket))
 
@@ -306,7 +304,6 @@ def _ask_for_json(query, url, advice, read):
 
 
 def _ask(query, url, method="GET"):
-    """Returns the whole answer to a request, as bytes."""
     try:
         with _open(query, url, method) as answer:
             return answer.read()

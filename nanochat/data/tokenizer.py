@@ -1,8 +1,9 @@
 """The tokenizer: a lossless byte-level BPE in tiktoken's format, with special tokens.
 
 A tokenizer directory holds `vocabulary.tiktoken` (one line per token: base64 and rank), `tokenizer.json` (split pattern
-and special tokens) and `token_bytes.pt` (number of bytes of every token), as scripts/tok_train.py writes them; or the
-`tokenizer.pkl` of karpathy/nanochat, or the `tokenizer.json` of Hugging Face's library (see tokenizer_json.py).
+and special tokens) and `token_bytes.pt` (number of bytes of every token, for other programs), as scripts/tok_train.py
+writes them; or the `tokenizer.pkl` of karpathy/nanochat, or the `tokenizer.json` of Hugging Face's library (see
+tokenizer_json.py).
 """
 import base64
 import binascii
@@ -12,7 +13,6 @@ import json
 import pickle
 import re
 import unicodedata
-import warnings
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,12 +60,6 @@ class Infill(NamedTuple):
     context: tuple = ()  # texts before it, str
 
 
-def _is_ascii(text):
-    if isinstance(text, Infill):
-        return isinstance(text.prefix, str) and all(map(str.isascii, (*text[:3], *text.context)))
-    return isinstance(text, str) and text.isascii()
-
-
 def encode_text(encoding, text):
     """Returns the ids of `text` (str) in a tiktoken.Encoding as a uint32 array. The name of a special token is ordinary
     text. Raises UnicodeEncodeError for lone surrogates."""
@@ -84,10 +78,8 @@ class Tokenizer:
     """Encodes and decodes text. Threads may share it and encode concurrently: encoding releases the GIL."""
 
     def __init__(self, mergeable_ranks, pattern, special_tokens):
-        """Makes a tokenizer from {bytes: rank}, a regular expression that splits text, and {name: id}.
-
-        Raises ValueError if it would not be lossless or has no <|bos|>.
-        """
+        """Makes a tokenizer from {bytes: rank}, a regular expression that splits text, and {name: id}. Raises
+        ValueError if it would not be lossless or has no <|bos|>."""
         n_vocab = len(mergeable_ranks) + len(special_tokens)
         if not all(bytes([byte]) in mergeable_ranks for byte in range(256)):
             raise ValueError("some of the 256 single bytes are not tokens")
@@ -134,36 +126,7 @@ class Tokenizer:
         An Infill instead of a text gets FIM_TOKENS before, between and after its three texts, and the last of them
         before each text of its context.
         """
-        # Documents in ASCII are encoded together, which is 3 to 10% cheaper. A single other one among them would cancel
-        # that, because all of them would be converted to UTF-8; of our corpus, 1.2% of the documents are not ASCII.
-        documents = [None if _is_ascii(text) else self._encode_document(text) for text in texts]
-        together = iter(self._encode_together([text for text in texts if _is_ascii(text)]))
-        return [next(together) if document is None else document for document in documents]
-
-    def _encode_together(self, texts):
-        """Returns the same as encode_documents, for texts in ASCII, by one call for all, joined by BOS."""
-        prefix, suffix, middle, end = FIM_TOKENS
-        strings = []
-        expected = len(texts)  # special tokens
-        for text in texts:
-            strings.append("<|bos|>")
-            if isinstance(text, Infill):
-                for other in text.context:
-                    strings += end, other
-                strings += prefix, text.prefix, suffix, text.suffix, middle, text.middle, end
-                expected += len(FIM_TOKENS) + len(text.context)
-            else:
-                strings.append(text)
-        # Only the names inserted here may become special tokens. A text that has such a name itself shows as one too
-        # many, and then all of these texts are encoded one by one.
-        special = {"<|bos|>"}
-        if expected > len(texts):
-            special.update(FIM_TOKENS)
-        ids = self._encoding.encode_to_numpy("".join(strings), allowed_special=special, disallowed_special=())
-        if sum(np.count_nonzero(ids == self.special_tokens[name]) for name in special) > expected:
-            return map(self._encode_document, texts)
-        begins = np.flatnonzero(ids == self.bos_id).tolist()
-        return [ids.data[begin:end] for begin, end in zip(begins, [*begins[1:], len(ids)], strict=False)]
+        return [self._encode_document(text) for text in texts]
 
     def _encode_document(self, text):
         parts = [(self.bos_id,)]
@@ -219,16 +182,13 @@ class Tokenizer:
         return hashlib.sha256(self.config_json().encode() + self.vocabulary_lines()).hexdigest()
 
     def vocabulary_lines(self):
-        """Returns the content of `vocabulary.tiktoken`, as bytes."""
         by_rank = sorted(self._ranks.items(), key=lambda item: item[1])
         return b"".join(b"%s %d\n" % (base64.b64encode(token), rank) for token, rank in by_rank)
 
     def config_json(self):
-        """Returns the content of `tokenizer.json`, as text."""
         return json.dumps({"pattern": self.pattern, "special_tokens": self.special_tokens}, indent=2) + "\n"
 
     def save(self, directory):
-        """Writes the three files of a tokenizer directory."""
         directory = Path(directory)
         (directory / VOCABULARY_FILE).write_bytes(self.vocabulary_lines())
         (directory / CONFIG_FILE).write_text(self.config_json(), encoding="utf-8")
@@ -236,8 +196,7 @@ class Tokenizer:
 
 
 def _require_no_empty_piece(pattern):
-    """Raises ValueError if a split pattern is no regular expression, or matches no characters: such a piece ends
-    tiktoken with a panic."""
+    """Raises ValueError if a split pattern matches no characters: such a piece ends tiktoken with a panic."""
     # The probe has a token for the empty piece (id 256), so a bad pattern shows as that id and not as a panic.
     ranks = {b"": 256} | {bytes([byte]): byte for byte in range(256)}
     probe = tiktoken.Encoding("probe", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
@@ -286,7 +245,6 @@ def check_tokenizer(tokenizer, vocab_size=None, sha256=None):
 
 
 def _load(path, read, advice="copy it again"):
-    """Returns the Tokenizer that read(path) returns."""
     try:
         return read(path)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -321,7 +279,7 @@ def _read_files(directory):
         except (ValueError, binascii.Error):
             raise ValueError(f"{VOCABULARY_FILE} line {number} is not a base64 token and a rank") from None
     config = json.loads((directory / CONFIG_FILE).read_text(encoding="utf-8"))
-    return _checked(Tokenizer(ranks, config["pattern"], config["special_tokens"]), directory)
+    return Tokenizer(ranks, config["pattern"], config["special_tokens"])
 
 
 class _PickledEncoding:
@@ -346,18 +304,4 @@ def _read_pickle(directory):
             state = _TiktokenUnpickler(file).load().state
         except Exception as error:  # a damaged pickle may raise anything
             raise ValueError(f"{PICKLE_FILE} is not a pickled tiktoken.Encoding: {error}") from None
-    return _checked(Tokenizer(state["mergeable_ranks"], state["pat_str"], state["special_tokens"]), directory)
-
-
-def _checked(tokenizer, directory):
-    """Returns the tokenizer. Warns if token_bytes.pt disagrees; bits per byte uses tokenizer.token_bytes()."""
-    path = directory / TOKEN_BYTES_FILE
-    if path.exists():
-        try:
-            counts = torch.load(path, map_location="cpu", weights_only=True)
-            agrees = counts.dim() == 1 and torch.equal(counts.long(), tokenizer.token_bytes().long())
-        except Exception:  # a damaged file may raise anything
-            agrees = False
-        if not agrees:
-            warnings.warn(f"{path} does not hold the bytes of this tokenizer's tokens: counted again", stacklevel=5)
-    return tokenizer
+    return Tokenizer(state["mergeable_ranks"], state["pat_str"], state["special_tokens"])

@@ -52,7 +52,6 @@ class Mesh:
         return self.data * self.fsdp * self.tensor
 
     def as_dict(self):
-        """Returns {axis: number of chips along it}."""
         return {axis: getattr(self, axis) for axis in AXES}
 
     @property
@@ -66,7 +65,6 @@ class Mesh:
         return self.data * self.fsdp
 
     def reader(self, rank):
-        """Returns the number of a rank among the readers, which all ranks of its group along tensor share."""
         return rank // self.tensor
 
     @property
@@ -79,8 +77,7 @@ class Mesh:
         return rank // (self.fsdp * self.tensor), rank // self.tensor % self.fsdp, rank % self.tensor
 
     def groups(self, axis):
-        """Returns the groups of ranks that differ in their place along `axis` only, [[rank, …], …], each in the order
-        of that place."""
+        """Returns the groups of ranks that differ only in their place along `axis`, [[rank, …], …], in its order."""
         number = AXES.index(axis)
         groups = {}  # places along the other axes -> ranks
         for rank in range(self.chips):
@@ -157,10 +154,8 @@ def _read_environment(config, names):
 
 
 def require_divisible(mesh, axis, sizes):
-    """Raises BadInput if an axis of a Mesh, fsdp or tensor, does not divide a size of the model.
-
-    sizes: {what it is, with its flag: size}, of which each chip along the axis holds an equal part.
-    """
+    """Raises BadInput if an axis of a Mesh, fsdp or tensor, does not divide a size of the model. sizes: {what it is,
+    with its flag: size}, of which each chip along the axis holds an equal part."""
     chips = getattr(mesh, axis)
     others = mesh.tensor if axis == "fsdp" else mesh.fsdp
     for what, size in sizes.items():
@@ -177,6 +172,11 @@ def _nearest_divisors(number, near):
     below = bisect_left(divisors, near)
     above = bisect_right(divisors, near)
     return divisors[max(below - 1, 0):above + 1]
+
+
+def divisors_in_words(number, near):
+    """Returns the divisors of `number` on both sides of one that does not divide it, as text: "2 or 4"."""
+    return _in_words(_nearest_divisors(number, near))
 
 
 def _in_words(values):

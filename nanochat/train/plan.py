@@ -6,16 +6,15 @@ from dataclasses import asdict, dataclass, replace
 import torch
 
 from nanochat.common import BadInput
-from nanochat.data.loader import divisors_near
 from nanochat.device import tpu
-from nanochat.device.mesh import Mesh
+from nanochat.device.mesh import Mesh, divisors_in_words
 from nanochat.kernels.attention_tiles import require_shapes
 from nanochat.kernels.choose import get_kernels
 from nanochat.kernels.sharded import Sharding
 from nanochat.model import weights
 from nanochat.model.config import GPTConfig, config_from_flags
 from nanochat.model.rates import OptimConfig
-from nanochat.model.weights import count_parameters
+from nanochat.model.weights import count_parameters, matrix_parameters
 from nanochat.train.flags import MAX_STEPS, StartFlags
 from nanochat.train.mesh_plan import plan_mesh
 from nanochat.train.stages import batch_schedule, length_schedule, spans, value_at
@@ -47,7 +46,6 @@ class Plan:
 
     @property
     def total_batch_size(self):
-        """Tokens of the first optimizer step."""
         return self.batch_schedule[0][1]
 
     @property
@@ -58,7 +56,6 @@ class Plan:
     flops_per_unit = flops_per_token
 
     def batch_tokens(self, step):
-        """Tokens of optimizer step `step`, counted from 0."""
         return value_at(self.batch_schedule, step)
 
     def micro_steps(self, step):
@@ -75,7 +72,6 @@ class Plan:
         return self.batch_tokens(step) / self.total_batch_size
 
     def tokens(self, begin, end):
-        """Tokens of steps `begin` to `end` - 1."""
         return sum(tokens * (last - first) for first, last, tokens in spans(self.batch_schedule, begin, end))
 
     units = tokens
@@ -86,12 +82,10 @@ class Plan:
                    spans(self.length_schedule, begin, end))
 
     def flops(self, begin, end):
-        """Useful FLOPs of the same steps."""
         return sum(weights.flops_per_token(self.config, length) * self.tokens(first, last)
                    for first, last, length in spans(self.length_schedule, begin, end))
 
     def seq_len(self, step):
-        """Positions of a row in optimizer step `step`."""
         return value_at(self.length_schedule, step)
 
     def rows(self, step):
@@ -100,7 +94,6 @@ class Plan:
 
     @property
     def switches(self):
-        """The steps at which rows become longer."""
         return tuple(first for first, _ in self.length_schedule[1:])
 
     def micro_step_name(self, step):
@@ -182,14 +175,13 @@ def plan_rates(rates, start, num_iterations):
 
 
 def plan_horizon(batch, config, parameters, schedule, lengths, start):
-    """Returns the step at which a run ends, for BatchFlags and StartFlags. Raises BadInput if a run cannot have so many
-    steps, or would end before its rows have their full length."""
+    """Returns the step at which a run ends, for BatchFlags and StartFlags. Raises BadInput."""
     if batch.num_iterations > 0:
         num_iterations = start.first_step + batch.num_iterations
     elif batch.target_flops > 0:
         num_iterations = _steps_to_spend(batch.target_flops, config, schedule, lengths)
     else:
-        num_iterations = _steps_to_see(batch.target_param_data_ratio * matrix_params(parameters), schedule)
+        num_iterations = _steps_to_see(batch.target_param_data_ratio * matrix_parameters(parameters), schedule)
     if not 1 <= num_iterations <= MAX_STEPS:
         horizons = ("num_iterations", "target_flops", "target_param_data_ratio")
         name = next(name for name in horizons if getattr(batch, name) > 0)
@@ -248,8 +240,8 @@ def plan_batches(batch, seq_len, mesh, parameters, num_lanes, meta=None):
     devices = mesh.devices_of_readers
     if num_lanes % readers:
         raise BadInput(f"{readers} {devices} do not divide the --num_lanes={num_lanes} of the data: use "
-                       f"{divisors_near(num_lanes, readers)} {devices} (on a CPU, by CPU_NUM_DEVICES), or for a new "
-                       f"run --num_lanes={math.lcm(num_lanes, readers)}")
+                       f"{divisors_in_words(num_lanes, readers)} {devices} (on a CPU, by CPU_NUM_DEVICES), or for a "
+                       f"new run --num_lanes={math.lcm(num_lanes, readers)}")
     micro = batch.device_batch_size * seq_len * readers
     product = f"{micro} = device_batch_size {batch.device_batch_size} × max_seq_len {seq_len} × {readers} {devices}"
     # Another number of devices would round the batch differently, and a resumed run would see other batches. So it
@@ -257,7 +249,7 @@ def plan_batches(batch, seq_len, mesh, parameters, num_lanes, meta=None):
     saved = _saved_schedule(batch, meta)
     total = saved[0][1] if saved else batch.total_batch_size
     if total == -1:
-        best = default_batch_tokens(batch.target_param_data_ratio * matrix_params(parameters))
+        best = default_batch_tokens(batch.target_param_data_ratio * matrix_parameters(parameters))
         total = micro * max(1, round(best / micro))
     if total < 1 or total % micro:
         nearest = sorted({max(total // micro, 1) * micro, (total // micro + 1) * micro})
@@ -271,7 +263,6 @@ def plan_batches(batch, seq_len, mesh, parameters, num_lanes, meta=None):
 
 
 def _saved_schedule(batch, meta):
-    """Returns the batch schedule of a checkpoint's Meta, or None without one, or if the flags ask for another."""
     if not meta:
         return None
     for name in ("batch_ramp", "total_batch_size", "target_param_data_ratio"):
@@ -299,11 +290,6 @@ def _steps_to_see(tokens, schedule):
         if first + round(tokens / batch) <= end:
             return first + round(tokens / batch)
         tokens -= (end - first) * batch
-
-
-def matrix_params(parameters):
-    """Returns the number of parameters in matrices and head, the unit of the horizon. parameters: {group: number}."""
-    return parameters["matrices"] + parameters["head"]
 
 
 def default_batch_tokens(horizon_tokens):

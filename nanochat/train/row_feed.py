@@ -1,5 +1,4 @@
 """The micro-batches of a training step, and the position in the data after each."""
-from nanochat.device.ranks import print0
 
 
 # The loader prefetches up to a block of rows for each lane. A checkpoint must hold the positions after the last
@@ -9,7 +8,6 @@ class RowFeed:
     """Iterates over this rank's micro-batches, {"rows": int32 (B, T + 1)}."""
 
     def __init__(self, loader, plan, step, rank):
-        """loader: a DataLoader with the rows of `step`, the next one; rank: of this process."""
         self.loader = loader
         self._plan = plan
         self._saves_lanes = rank % plan.mesh.tensor == 0  # the other ranks of its tensor group read the same
@@ -17,7 +15,6 @@ class RowFeed:
         self._taken = []
         self._step = step  # the step that takes micro-batches
         self._left = plan.micro_steps(step)  # until its end
-        self._ended = set()  # sources of a mixture
 
     def __iter__(self):
         return self
@@ -34,15 +31,13 @@ class RowFeed:
         return {"rows": self._last.rows}
 
     def taken(self):
-        """Returns a list of the rows since the last call."""
         rows = self._taken
         self._taken = []
         return rows
 
     @property
     def state(self):
-        """{lane: JSON value} of this rank's lanes after the last micro-batch; {} before the first, and if another rank
-        saves them."""
+        """{lane: JSON value} of this rank's lanes after the last micro-batch; {} if another rank saves them."""
         return self._last.state if self._last and self._saves_lanes else {}
 
     @property
@@ -50,7 +45,6 @@ class RowFeed:
         return self.loader.fingerprint
 
     def metrics(self):
-        """Returns the metrics of the data up to the last micro-batch."""
         # If rows become longer, the loader's count of rows does not give the tokens, but the plan does.
         plan = self._plan
         stats = self.loader.stats
@@ -59,9 +53,6 @@ class RowFeed:
             metrics |= {"tokens": plan.tokens(0, self._step), "seq_len": plan.seq_len(max(self._step - 1, 0))}
         for name, (tokens, epoch) in stats.get("sources", {}).items():
             metrics |= {f"tokens_{name}": tokens, f"epoch_{name}": epoch}
-        for name in sorted(self.loader.ended - self._ended):
-            print0(f"source {name} of the mixture is exhausted: the others take its rows")
-        self._ended |= self.loader.ended
         return metrics
 
     def close(self):

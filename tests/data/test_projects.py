@@ -10,7 +10,7 @@ from nanochat.analysis.eval_rows import GapRows, ProjectRows, require_packed
 from nanochat.checkpoint.saver import save_checkpoint
 from nanochat.common import BadInput
 from nanochat.data.fim import SAMPLE
-from nanochat.data.projects import encode_documents, require_files
+from nanochat.data.projects import encode_document, require_files
 from nanochat.data.shards import TextPiece, list_shards, open_shards
 from nanochat.data.tokenizer import load_tokenizer
 from scripts import base_eval
@@ -24,7 +24,7 @@ def test_separators_become_the_token_between_files_only_where_a_shard_says_so():
     tokenizer = load_tokenizer()
     text = "\0a.h\nint x;\n\0b.cpp\nint y;\n"
     pieces = TextPiece(0, 0, True, text, True), TextPiece(1, 0, True, text), TextPiece(2, 1, True, text[1:], True)
-    packed, plain, later = encode_documents(pieces, tokenizer)
+    packed, plain, later = (encode_document(piece, tokenizer) for piece in pieces)
     separator = tokenizer.special("<|file_sep|>")
     files = [tokenizer.encode(part) for part in ("a.h\nint x;\n", "b.cpp\nint y;\n")]
     assert list(packed) == [tokenizer.bos_id, separator, *files[0], separator, *files[1]]

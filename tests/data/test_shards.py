@@ -108,8 +108,8 @@ def test_a_large_row_group_with_a_dictionary_is_not_decoded_one_document_at_a_ti
     assert column.has_dictionary_page and column.total_uncompressed_size > 32 << 20
     shard, = open_shards([path])
     found = []
-    whole_texts = shards_module._texts
-    monkeypatch.setattr(shards_module, "_texts", lambda *args: found.append(args) or whole_texts(*args))
+    bytes_in = shards_module._bytes_in
+    monkeypatch.setattr(shards_module, "_bytes_in", lambda column: found.append(column) or bytes_in(column))
     assert list(read_all(shard).values()) == texts
     assert 8 < len(found) < 8000 / 4
     found.clear()

@@ -150,23 +150,12 @@ def test_a_pattern_of_empty_pieces_is_bad_input_and_no_panic(tmp_path, pattern):
         load_tokenizer(tmp_path)
 
 
-def test_token_bytes_are_counted_again_when_the_file_is_missing_or_wrong(tmp_path, recwarn):
+def test_token_bytes_are_counted_whatever_the_file_says(tmp_path):
     path = save(tmp_path) / "token_bytes.pt"
     expected = [1] * 256 + [0] * len(SPECIAL_TOKENS)
+    assert torch.load(path, weights_only=True).tolist() == expected
+    path.write_bytes(b"garbage")
     assert load_tokenizer(tmp_path).token_bytes().tolist() == expected
-    torch.save(torch.tensor(expected, dtype=torch.int64), path)  # 1-D, in another type
-    assert load_tokenizer(tmp_path).token_bytes().tolist() == expected
-    path.unlink()
-    assert load_tokenizer(tmp_path).token_bytes().tolist() == expected
-    assert not recwarn.list
-    marker = tmp_path / "ran"
-    for write in (lambda: torch.save(torch.ones(2, 3), path), lambda: torch.save(torch.ones(5), path),
-                  lambda: torch.save({"a": 1}, path), lambda: path.write_bytes(b"garbage"),
-                  lambda: torch.save(Malicious(Path.touch, marker), path)):
-        write()
-        with pytest.warns(UserWarning, match="counted again"):
-            assert load_tokenizer(tmp_path).token_bytes().tolist() == expected
-    assert not marker.exists()
 
 
 def test_a_tokenizer_that_does_not_fit_the_model_is_bad_input():
