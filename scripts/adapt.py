@@ -26,9 +26,9 @@ from nanochat.model.config import GPTConfig
 from nanochat.record.metrics import METRICS_FILE, parse_record
 from nanochat.run.processes import expected_world_size, run_module, start_module
 from nanochat.run.stopping import EXIT_STATUS
+from nanochat.train.describe import seconds_of_row
 from nanochat.train.flags import Flags as TrainFlags
 from nanochat.train.flags import RunFlags, named_places
-from nanochat.train.pace import seconds_of_row
 from nanochat.train.prepare import run_directory
 
 HELD_OUT = 0.1  # of the project's text

@@ -25,8 +25,11 @@ from pathlib import Path
 
 from nanochat.common import BadInput, Outage, expand_path, get_base_dir, move_aside, require_file, say
 
-MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
-LANES, META, SUMS = "lanes.json", "meta.json", "SHA256SUMS"
+MODEL = "model.safetensors"
+OPTIMIZER = "optimizer.safetensors"
+LANES = "lanes.json"
+META = "meta.json"
+SUMS = "SHA256SUMS"
 MAX_THREADS = 16  # that read files to compute their checksums
 READ_AGAIN_S = (1, 4, 15)  # the pauses before a file system that fails is tried again
 _DAMAGE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EINVAL}  # errors that mean a damaged checkpoint
@@ -46,7 +49,6 @@ def partial_dir(run_dir, step):
 
 
 def step_of(path):
-    """Returns the step of a checkpoint's path or name."""
     return int(re.match(r"step_(\d+)", Path(path).name)[1])
 
 
@@ -57,7 +59,6 @@ def list_checkpoints(run_dir):
 
 
 def latest(run_dir):
-    """Returns the path of a run's newest checkpoint, or None."""
     paths = list_checkpoints(run_dir)
     return paths[-1] if paths else None
 
@@ -141,7 +142,6 @@ def tensor_files(path, kind):
 
 
 def read_text(path):
-    """Returns the text of a checkpoint's file. Raises OSError."""
     require_file(path)
     return path.read_text(errors="replace")
 
@@ -237,7 +237,6 @@ class Kept:
         return [path for path in paths[:-max(self.newest, 1)] if not self.is_for_ever(path)]
 
     def is_for_ever(self, path):
-        """Returns whether the checkpoint is never deleted."""
         return self.every > 0 and step_of(path) % self.every == 0
 
 
@@ -264,7 +263,6 @@ def prune(run_dir, step, kept):
 
 
 def delete(path):
-    """Deletes a checkpoint."""
     # Its files go one by one, and a kill may come in between. So the directory first loses its final name.
     doomed = path.with_suffix(".tmp")
     shutil.rmtree(doomed, ignore_errors=True)
@@ -277,10 +275,7 @@ def delete(path):
 
 def check_disk_space(run_dir, checkpoint_bytes, copies=2, starts_over=False):
     """Raises BadInput unless the disk has room for so many checkpoints, those that the run already has included, unless
-    it starts over: then they stay.
-
-    A run needs two: the new one must be in place before the last old one is deleted.
-    """
+    it starts over: then they stay. A run needs two: the new one must be in place before the last old one is deleted."""
     found = [] if starts_over else list_checkpoints(run_dir)
     own = sum(map(bytes_in, found))
     free = shutil.disk_usage(run_dir).free

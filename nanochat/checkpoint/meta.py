@@ -34,13 +34,11 @@ class Meta:
     is_pause: bool = False  # the run finished or was told to stop here: the time until it resumes is not lost
 
     def to_json(self):
-        """Returns the JSON object that from_json reads."""
         return {"format": FORMAT} | asdict(self)
 
     @classmethod
     def from_json(cls, found):
-        """Returns the Meta of a JSON object. Raises TypeError if a field is missing, unknown or has a value that no run
-        writes."""
+        """Returns the Meta of a JSON object. Raises TypeError if a field is missing, unknown or wrong."""
         values = {name: _with_tuples(value) for name, value in found.items() if name != "format"}
         needed = {each.name for each in fields(cls) if each.default is each.default_factory is MISSING}
         unlike = needed - values.keys() or values.keys() - {each.name for each in fields(cls)}
@@ -149,12 +147,10 @@ def _shown(value):
 
 
 def rng_state():
-    """Returns the state of torch's default CPU generator as a string."""
     return base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode()
 
 
 def restore_rng(state):
-    """Sets torch's default CPU generator to a state that rng_state returned."""
     torch.set_rng_state(_rng_tensor(state))
 
 

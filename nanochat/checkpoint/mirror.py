@@ -31,10 +31,13 @@ from nanochat.data.storage import Cancelled, Interruption, copy_files, delete_fi
 from nanochat.record.metrics import METRICS_FILE
 
 STATE_FILE = "mirror.json"
-COPY_TIMEOUT_S, LIST_TIMEOUT_S = 1800, 120
+COPY_TIMEOUT_S = 1800
+LIST_TIMEOUT_S = 120
 TRY_TIMEOUT_S = 60  # for each attempt to reach the mirror at the start of a run
-OUTAGE_S, PAUSE_S = 600, 15  # how long a start waits for an unreachable mirror; the pause between its attempts
-FIRST_RETRY_S, RETRY_S = 5, 60  # the first pause between attempts to copy, which doubles, and the longest
+OUTAGE_S = 600  # how long a start waits for an unreachable mirror
+PAUSE_S = 15  # between its attempts
+FIRST_RETRY_S = 5  # the first pause between attempts to copy, which doubles
+RETRY_S = 60  # the longest
 END_TIMEOUT_S = 1800  # for the mirror at the end of a run
 POLL_S = 0.25
 ROUNDED = ".rounded"  # ends the names of rounded copies
@@ -44,8 +47,7 @@ _UNREACHABLE = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.
 
 
 def run_mirror(place, run, kept):
-    """Returns the Mirror of a run for the value `place` of --checkpoint_mirror. Raises BadInput if that is neither
-    gs://BUCKET/… nor a path."""
+    """Returns the Mirror of a run for the value `place` of --checkpoint_mirror. Raises BadInput."""
     if re.match(r"gs://[^/]", place):
         return Mirror(f"{place.rstrip('/')}/{run}", kept)
     if not place or re.match(r"[A-Za-z][A-Za-z0-9+.-]*:", place):
@@ -85,8 +87,7 @@ class Mirror:
         self._copy([path / SUMS], f"{self.url}/{name}")
 
     def prune(self, newest):
-        """Deletes what the copy `newest`, a name, makes superfluous: older copies and incomplete ones. Copies of later
-        steps stay."""
+        """Deletes older copies than `newest`, a name, that need not stay, and incomplete ones."""
         copies = {name: files for name, files in self._copies().items() if step_of(name) <= step_of(newest)}
         whole = [name for name, files in copies.items() if is_whole(files) and not name.endswith(ROUNDED)]
         staying = set(whole) - set(self.kept.outdated(whole))
@@ -208,8 +209,7 @@ def _within(timeout_s, function, *args):
 
 
 def patiently(url, function):
-    """Returns function(), which uses the mirror at `url`. Retries while it raises Outage, for OUTAGE_S seconds, and
-    raises Outage after them."""
+    """Returns function(), which uses the mirror at `url`. Retries after an Outage, for OUTAGE_S seconds."""
     deadline = time.monotonic() + OUTAGE_S
     while True:
         try:
@@ -235,7 +235,6 @@ class MirrorState:
 
     @classmethod
     def read(cls, run_dir):
-        """Returns the MirrorState that `write` has written."""
         return cls(**json.loads((Path(run_dir) / STATE_FILE).read_text()))
 
     def write(self, run_dir):
@@ -244,13 +243,11 @@ class MirrorState:
             unfinished.write_text(json.dumps(asdict(self)) + "\n")
 
     def saved(self, name):
-        """Notes that the checkpoint `name` is on this machine's disk."""
         self.newest_saved = name
         if name != self.newest_copied and not self.behind_since:
             self.behind_since = time.time()
 
     def copied(self, name):
-        """Notes that the checkpoint `name` is in the mirror."""
         self.newest_copied = name
         self.error = None
         if name == self.newest_saved:
@@ -276,8 +273,7 @@ class Uploader:
         threading.Thread(target=self._work, name="mirror", daemon=True).start()
 
     def upload(self, path):
-        """Copies the checkpoint at `path` in the background, unless it is the newest in the mirror already. Replaces a
-        waiting one."""
+        """Copies the checkpoint at `path` in the background, instead of a waiting one, unless the mirror has it."""
         with self._condition:
             self._state.saved(path.name)
             if self._state.behind_since:

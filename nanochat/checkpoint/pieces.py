@@ -37,14 +37,12 @@ class Checkpoint:
 
 
 def load_checkpoint(path):
-    """Returns the Checkpoint at `path`, with memory-mapped tensors."""
     path = Path(path)
     return Checkpoint(path, load_meta(path), load_tensors(path, MODEL), load_tensors(path, OPTIMIZER),
                       load_lane_states(path))
 
 
 def load_lane_states(path):
-    """Returns {lane: its state} of the checkpoint at `path`."""
     return {int(lane): state for lane, state in json.loads((path / LANES).read_text()).items()}
 
 
@@ -59,8 +57,7 @@ def load_tensors(path, kind):
 
 
 def sizes_of(state):
-    """Returns {name: bytes} of {name: tensor}."""
-    return {name: tensor.numel() * tensor.element_size() for name, tensor in state.items()}
+    return {name: tensor.nbytes for name, tensor in state.items()}
 
 
 def state_bytes(*states):
@@ -69,7 +66,6 @@ def state_bytes(*states):
 
 
 def is_whole(names):
-    """Returns whether a set of file names is that of a whole checkpoint."""
     return {LANES, META, SUMS} <= names and _has_tensors(names, MODEL) and _has_tensors(names, OPTIMIZER)
 
 
@@ -175,7 +171,6 @@ def write_files(folder, files):
 
 
 def remove_files(folder, files):
-    """Deletes the files that exist, also unfinished ones."""
     for file in files:
         (folder / file).unlink(missing_ok=True)
         _unfinished(folder / file).unlink(missing_ok=True)

@@ -15,7 +15,8 @@ import torch
 LARGEST = 448.0  # of float8_e4m3fn
 SMALLEST = 2.0**-9  # above 0
 PIECE_BYTES = 2**28  # of fp32: small files, so that all ranks write and several uploads run at the same time
-MOMENTUM, SECOND_MOMENT = ".momentum", ".second_moment"  # end the names of the optimizer's averages
+MOMENTUM = ".momentum"  # ends the names of averages of gradients
+SECOND_MOMENT = ".second_moment"  # … of squares
 SCALE = ".row_scale"  # follows the name of a rounded average: the fp32 scales of its rows
 
 
@@ -35,9 +36,7 @@ def round_state(model_state, optimizer_state):
 
 def rounded_sizes(sizes, of_weights):
     """Returns {name: bytes} of the rounded form of fp32 tensors with these, {name: bytes}. The scales count nothing.
-
-    of_weights: these are the model's weights, not the optimizer's state.
-    """
+    of_weights: these are the model's weights, not the optimizer's state."""
     found = {}
     for name, size in sizes.items():
         if name.endswith((MOMENTUM, SECOND_MOMENT)):

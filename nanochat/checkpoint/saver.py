@@ -46,10 +46,8 @@ class NotFinite(Exception):
 
 
 def save_lane_states(run_dir, step, lane_states, options=SaveOptions()):
-    """Adds the states of this rank's lanes, {lane: JSON value}, to the checkpoint of `step` that rank 0 saves.
-
-    If the disk is full, a thread retries for as long as rank 0 waits for the states. Raises any other OSError.
-    """
+    """Adds the states of this rank's lanes, {lane: JSON value}, to the checkpoint of `step` that rank 0 saves. If the
+    disk is full, a thread retries for as long as rank 0 waits for the states. Raises any other OSError."""
     if not lane_states:
         return
     path = format.partial_dir(run_dir, step) / f"lanes_from_{min(lane_states)}.json"
@@ -106,7 +104,6 @@ def write_part(run_dir, step, layout, model_state, optimizer_state):
 
 
 def require_finite(model_state):
-    """Raises NotFinite unless all weights, {name: tensor}, are finite."""
     if not all(tensor.isfinite().all() for tensor in model_state.values()):
         raise NotFinite
 

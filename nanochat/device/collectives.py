@@ -68,14 +68,14 @@ def thread_barrier(dist):
             raise TimeoutError(f"rank {dist.rank} waited {BARRIER_TIMEOUT_S} s for the other ranks") from None
 
 
-# Collectives within groups of ranks, [[rank, …], …], on XLA. The body of a loop of the program may use them.
+# Collectives within groups of ranks, ((rank, …), …), on XLA. The body of a loop of the program may use them.
 
 
 def gather_in_groups(part, groups):
     """Returns the parts (n, …) of the ranks of this rank's group as one tensor (ranks × n, …)."""
     import torch_xla.core.xla_model as xm
     with _no_token():
-        return xm.all_gather(part, 0, groups=groups, pin_layout=False)
+        return xm.all_gather(part, 0, groups=_lists(groups), pin_layout=False)
 
 
 def exchange_in_groups(tensor, groups, split, concat):
@@ -87,7 +87,7 @@ def exchange_in_groups(tensor, groups, split, concat):
         # has so many instructions that it did not compile for 32 chips.
         tensor = tensor.unflatten(split, (len(groups[0]), -1)).movedim(split, 0).flatten(0, 1)
     with _no_token():
-        return xm.all_to_all(tensor, 0, concat, len(groups[0]), groups, pin_layout=False)
+        return xm.all_to_all(tensor, 0, concat, len(groups[0]), _lists(groups), pin_layout=False)
 
 
 def scatter_sum_in_groups(tensor, groups):
@@ -100,27 +100,21 @@ def scatter_sum_in_groups(tensor, groups):
     return exchange_in_groups(tensor, groups, 0, 0).unflatten(0, (len(groups[0]), -1)).float().sum(0)
 
 
-def sum_in_groups(tensor, groups):
-    """Returns the sum of `tensor` over the ranks of this rank's group, the same bits on each."""
-    return _all_reduce("sum", tensor, groups)
-
-
-def largest_in_groups(tensor, groups):
-    """Returns the maximum of `tensor` over the ranks of this rank's group, element by element."""
-    return _all_reduce("max", tensor, groups)
+def all_reduce_in_groups(operation, tensor, groups):
+    """Returns the "sum" or "max" of `tensor` over this rank's group, by element: the same bits on each."""
+    import torch_xla.core.xla_model as xm
+    with _no_token():
+        return xm.all_reduce(operation, tensor, groups=_lists(groups), pin_layout=False)
 
 
 def place_in_group(groups, device):
-    """Returns this rank's place in its group, int32 ()."""
     # By an exchange: each rank sends the number r to rank r of its group. A constant for each rank would make different
     # programs, whose collectives do not meet.
     return exchange_in_groups(torch.arange(len(groups[0]), dtype=torch.int32, device=device), groups, 0, 0)[0]
 
 
-def _all_reduce(operation, tensor, groups):
-    import torch_xla.core.xla_model as xm
-    with _no_token():
-        return xm.all_reduce(operation, tensor, groups=groups, pin_layout=False)
+def _lists(groups):  # torch_xla takes no tuples
+    return [list(group) for group in groups]
 
 
 @contextmanager

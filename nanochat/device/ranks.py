@@ -80,7 +80,6 @@ def prepare_xla_environment(device_type):
 
 
 def prepare_libtpu(device_type):
-    """Sets the options of libtpu for ranks on several chips of a TPU. Call it after prepare_xla_environment."""
     accelerator = tpu.detect_accelerator() if device_type == "tpu" else None
     if accelerator:
         os.environ["LIBTPU_INIT_ARGS"] = tpu.libtpu_init_args(tpu.parse_accelerator(accelerator))
@@ -140,8 +139,7 @@ _this_thread = threading.local()  # ranks on CPU XLA devices are threads of one 
 
 
 def compute_init(device_type, hosts=1):
-    """Starts the runtime for this rank and returns its Dist. device_type: as resolve_device_type returns it; hosts: of
-    the run."""
+    """Starts the runtime for this rank of a run with so many hosts, and returns its Dist."""
     if device_type in ("tpu", "xla"):
         import torch_xla
         import torch_xla.runtime as xr
@@ -208,7 +206,6 @@ def _start_runtime(begin, local_rank, local_world_size):
 
 
 def compute_cleanup(dist):
-    """Ends what compute_init started."""
     if dist.device_type == "cuda" and dist.world_size > 1:
         torch.distributed.destroy_process_group()
     _this_thread.dist = None

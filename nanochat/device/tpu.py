@@ -192,10 +192,8 @@ def detect_accelerator(pci_devices="/sys/bus/pci/devices"):
 
 
 def peak_flops(device_name):
-    """Returns the dense bf16 FLOP/s of one chip, for MFU, or None if it is not in the tables.
-
-    device_name: an accelerator string, or the name that torch.cuda.get_device_name returns for a GPU.
-    """
+    """Returns the dense bf16 FLOP/s of one chip, for MFU, or None if it is not in the tables. device_name: an
+    accelerator string, or the name that torch.cuda.get_device_name returns for a GPU."""
     prefix = device_name.partition("-")[0]
     for tpu in TPU_TYPES.values():
         if prefix in (tpu.name, tpu.accelerator_prefix):

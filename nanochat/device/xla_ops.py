@@ -201,8 +201,7 @@ def put(stack, index, value, use_from_memory=False):
 
 
 def take_columns(x, index, width):
-    """Returns columns index × width to (index + 1) × width of x (…, columns), or the last ones if x has fewer. index:
-    int32 scalar."""
+    """Returns columns index × width to (index + 1) × width of x, or the last. index: int32 scalar."""
     def build(x, index):
         return x.dynamic_slice(_first_column(x, index, width), [*x.shape().sizes[:-1], width])
 
@@ -260,10 +259,8 @@ def jax_call(function, *tensors):
 
 
 def row_major_matmul(x, weight):
-    """Returns x @ weight, (B, T, out), for (B, T, in) and (in, out), in this order in memory. Needs jax; TPU only.
-
-    By itself, the compiler chooses an order that suits this product, and copies the result for the others.
-    """
+    """Returns x @ weight, (B, T, out), for (B, T, in) and (in, out), in this order in memory. Needs jax; TPU only. By
+    itself, the compiler chooses an order that suits this product, and copies the result for the others."""
     return jax_call(_row_major_matmul, x, weight)[0]
 
 
@@ -310,7 +307,6 @@ def _lower(function, tensors):
 
 
 def wait_for(first, tensors):
-    """Makes the program compute `first` before anything that uses `tensors`, a list. Changes all of them in place: pass
-    no views."""
+    """Makes the program compute `first` before any use of the list `tensors`, changed in place: no views."""
     import torch_xla.core.xla_model as xm
     xm.optimization_barrier_([first, *tensors])

@@ -91,7 +91,6 @@ def list_tiles(length, tiles, window=None, offset=0):
 
 
 def num_scores(tiles):
-    """Returns how many scores the Tiles have."""
     return sum((tile.queries.stop - tile.queries.start) * (tile.keys.stop - tile.keys.start) for tile in tiles)
 
 

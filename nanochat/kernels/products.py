@@ -54,11 +54,9 @@ class Plain:
         return h
 
     def squares(self, hidden):
-        """Returns the operand h²."""
         return hidden.square()
 
     def roots(self, hidden):
-        """Returns h."""
         return hidden
 
     # The gradients of linear(x, weight). d is that of its result, (…, out).
@@ -88,20 +86,20 @@ class Plain:
         return {name: None}
 
     def put(self, saved, name, index, operand, use_from_memory=False):
-        """Writes an operand to the slot `index` of its stacks."""
         saved[name] = put(saved[name], index, operand, use_from_memory)
 
     def take(self, saved, name, index):
-        """Returns the operand in the slot `index`."""
         return take(saved[name], index)
 
 
 @dataclass(frozen=True)
 class Int8:
     """Products of integers of 8 bits, see int8.py. Tensors are rounded to operands, and results are fp32."""
-
-    def operand(self, x):
-        return int8.rounded(x)
+    operand = staticmethod(int8.rounded)
+    linear = staticmethod(int8.linear)
+    gradient = staticmethod(int8.rounded_gradient)
+    of_input = staticmethod(int8.gradient_of_input)
+    of_weight = staticmethod(int8.gradient_of_weight)
 
     def value(self, operand):
         return operand.value()
@@ -120,9 +118,6 @@ class Int8:
             return gather(next(tensors).to(dtype), name)
         return Rows(gather(next(tensors), name), gather(next(tensors), name))
 
-    def linear(self, x, weight):
-        return int8.linear(x, weight)
-
     # The root of the rounded square is h: a rounded h, too, would have to be read and written.
 
     def hidden(self, h):
@@ -134,17 +129,8 @@ class Int8:
     def roots(self, hidden):
         return hidden.value().sqrt()
 
-    def gradient(self, d, weight):
-        return int8.rounded_gradient(d, weight)
-
-    def of_input(self, d, weight):
-        return int8.gradient_of_input(d, weight)
-
     def of_input_by(self, matmul):
         return self.of_input
-
-    def of_weight(self, d, x, weight):
-        return int8.gradient_of_weight(d, x, weight)
 
     def of_several(self, gradients, x, weights):
         # As one product with all rows of the weights: a sum of several would go through memory.

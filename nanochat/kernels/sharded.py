@@ -10,13 +10,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from nanochat.device.collectives import (
-    gather_in_groups,
-    largest_in_groups,
-    place_in_group,
-    scatter_sum_in_groups,
-    sum_in_groups,
-)
+from nanochat.device.collectives import all_reduce_in_groups, gather_in_groups, place_in_group, scatter_sum_in_groups
 from nanochat.device.xla_ops import wait_for
 from nanochat.model.weights import DIVIDED_BY_INPUTS, UNDIVIDED
 
@@ -29,7 +23,13 @@ class Sharding:
 
     @classmethod
     def of_mesh(cls, mesh):
-        return cls(_groups(mesh, "fsdp"), _groups(mesh, "tensor"))
+        found = []
+        for axis in ("fsdp", "tensor"):
+            groups = ()
+            if getattr(mesh, axis) > 1:
+                groups = tuple(map(tuple, mesh.groups(axis)))  # hashable
+            found.append(groups)
+        return cls(*found)
 
     # Along fsdp. "Whole" is what the ranks along it hold together: a slice of the weight, if tensor divides it too.
 
@@ -38,13 +38,13 @@ class Sharding:
         are whole already."""
         if not self._divides(part, name):
             return part
-        return gather_in_groups(part, _lists(self.groups))
+        return gather_in_groups(part, self.groups)
 
     def scatter(self, gradient, name=None):
         """Returns this rank's part in fp32 of a whole weight's gradient, summed over the ranks."""
         if not self._divides(gradient, name):
             return gradient
-        return scatter_sum_in_groups(gradient, _lists(self.groups))
+        return scatter_sum_in_groups(gradient, self.groups)
 
     def whole_shape(self, stack, name=None):
         """Returns a tensor without memory in the shape of the whole weights, from a stack of parts."""
@@ -67,7 +67,7 @@ class Sharding:
         part = self.gather(part, name)
         if not self.tensor_groups or part.dim() < 2 or name in UNDIVIDED:
             return part
-        parts = gather_in_groups(part, _lists(self.tensor_groups))
+        parts = gather_in_groups(part, self.tensor_groups)
         if name in DIVIDED_BY_INPUTS:
             # (ranks × out, in / ranks) -> (ranks, out, in / ranks) -> (out, ranks, in / ranks) -> (out, in)
             return parts.unflatten(0, (len(self.tensor_groups[0]), -1)).movedim(0, 1).flatten(1)
@@ -79,8 +79,7 @@ class Sharding:
     # Along tensor
 
     def sum(self, part):
-        """Returns the sum over the ranks along tensor of each one's `part`."""
-        return sum_in_groups(part, _lists(self.tensor_groups)) if self.tensor_groups else part
+        return all_reduce_in_groups("sum", part, self.tensor_groups) if self.tensor_groups else part
 
     def sums(self, *parts):
         """Returns the sums of several tensors of one shape, in one all-reduce."""
@@ -88,11 +87,10 @@ class Sharding:
 
     def largest(self, values):
         """Returns the elementwise maximum of the ranks' values."""
-        return largest_in_groups(values, _lists(self.tensor_groups)) if self.tensor_groups else values
+        return all_reduce_in_groups("max", values, self.tensor_groups) if self.tensor_groups else values
 
     def first_row(self, num_rows, device):
-        """Returns the number, int32 (), of the first of this rank's `num_rows` rows of a table."""
-        return num_rows * place_in_group(_lists(self.tensor_groups), device)
+        return num_rows * place_in_group(self.tensor_groups, device)
 
     def head(self, part, dtype):
         """Returns a list: the rows of the head that this rank computes with, from its part, in `dtype`; along tensor,
@@ -115,8 +113,7 @@ class Sharding:
         return ids - first_row if self.tensor_groups else ids
 
     def rows_here(self, ids, num_rows):
-        """Returns the ids as numbers of this rank's `num_rows` rows of a table, 0 for other ranks' rows, and whether
-        this rank has them."""
+        """Returns the ids as numbers of this rank's rows of a table, 0 for others, and whether they are here."""
         ids = ids - self.first_row(num_rows, ids.device)
         is_here = (ids >= 0) & (ids < num_rows)
         return torch.where(is_here, ids, 0), is_here
@@ -124,22 +121,12 @@ class Sharding:
     def own_columns(self, x, width):
         """Returns this rank's columns (…, n × width) of x (…, n × ranks × width), `width` of each block."""
         blocks = x.unflatten(-1, (-1, len(self.tensor_groups[0]), width))  # (…, n, ranks, width)
-        return blocks.index_select(-2, place_in_group(_lists(self.tensor_groups), x.device)[None]).flatten(-3)
+        return blocks.index_select(-2, place_in_group(self.tensor_groups, x.device)[None]).flatten(-3)
 
     def all_columns(self, own, width):
         """Returns x (…, n × ranks × width) from each rank's own_columns."""
-        parts = gather_in_groups(own[None], _lists(self.tensor_groups))  # (ranks, …, n × width)
+        parts = gather_in_groups(own[None], self.tensor_groups)  # (ranks, …, n × width)
         return parts.unflatten(-1, (-1, width)).movedim(0, -2).flatten(-3)
 
 
 WHOLE = Sharding()
-
-
-def _groups(mesh, axis):
-    if getattr(mesh, axis) == 1:
-        return ()
-    return tuple(tuple(group) for group in mesh.groups(axis))
-
-
-def _lists(groups):
-    return [list(group) for group in groups]

@@ -8,17 +8,13 @@ HEAD_DIM = 128  # the TPU's matrix unit is 128 (v5e) or 256 (v6e) wide
 
 
 def in_whole(size, unit):
-    """Returns `size` rounded up to a multiple of `unit`."""
     return -(-size // unit) * unit
 
 
 @dataclass(frozen=True)
 class GPTConfig:
     """A field made with flag() is a flag of base_train, under the name `called` if there is one; a bool is `on` or
-    `off` there. __post_init__ derives the fields that are None.
-
-    Raises BadInput if the fields make no model.
-    """
+    `off` there. __post_init__ derives the fields that are None. Raises BadInput if the fields make no model."""
     vocab_size: int = 65536  # of the tokenizer
     n_layer: int = flag(16, "number of layers", called="depth", at_least=1, at_most=10_000)
     max_seq_len: int = flag(1024, "positions per row; sets the base of the rotary frequencies", at_least=1,
@@ -98,7 +94,6 @@ class GPTConfig:
 
     @property
     def num_values(self):
-        """The number of value embeddings of a token."""
         return {"off": 0, "shared": 1, "own": -(-self.n_layer // 2)}[self.value_embeddings]
 
     def windows(self):
@@ -111,7 +106,6 @@ class GPTConfig:
         return windows
 
     def describe(self):
-        """Returns the architecture in words."""
         windows = "L"
         if any(self.windows()):
             windows = f"{self.window_pattern} (S: {self.short_window:,} positions)"
@@ -154,8 +148,7 @@ def is_given(value):
 
 
 def config_from_flags(given, vocab_size):
-    """Returns the GPTConfig of a new run. given: {name of a flag: its value}; a flag that is not given takes its
-    default. Raises BadInput."""
+    """Returns the GPTConfig of a new run. given: {name of a flag: its value or None}. Raises BadInput."""
     values = {}
     for name, value in given.items():
         field = CONFIG_FLAGS[name]
@@ -165,11 +158,8 @@ def config_from_flags(given, vocab_size):
 
 
 def require_as_saved(given, config, path, otherwise=", choose another --run, or start anew with --resume=never"):
-    """Raises BadInput if a flag differs from the model in the checkpoint at `path`.
-
-    given: as in config_from_flags; config: the model's GPTConfig; otherwise: what a person may do, but for leaving the
-    flag out.
-    """
+    """Raises BadInput if a flag differs from the model in the checkpoint at `path`. given: as in config_from_flags;
+    config: the model's GPTConfig; otherwise: what a person may do, but for leaving the flag out."""
     for name, saved in config_as_flags(config).items():
         if is_given(given[name]) and given[name] != saved:
             raise BadInput(f"--{name}={given[name]}, but the model in {path} has --{name}={saved}: leave the flag "

@@ -159,7 +159,6 @@ class GPT(nn.Module):
         return self.layer_weights(*(getattr(self, name) for name in self.layer_weights._fields))
 
     def _all_layers(self, x0, ids):
-        """Returns x after all layers, by the function that runs them together."""
         windows = None
         if any(self.config.windows()):
             sizes = {window or self.config.max_seq_len for window in self.config.windows()}
@@ -204,8 +203,7 @@ class GPT(nn.Module):
         return weights.values() if self.kernels.whole is None else self.kernels.whole(after, weights)
 
     def values(self, ids):
-        """Returns what layers add to attention's values at ids (B, T), (B, T, slots × C_kv), see value_slots; or
-        None."""
+        """Returns what layers add to attention's values at ids (B, T), (B, T, slots × C_kv), or None."""
         if not self.config.num_values:
             return None
         return self.kernels.embedding(ids, self.value_table, self.compute_dtype)

@@ -11,10 +11,8 @@ TRIPLES = 0x165667B1, 0x27D4EB2F, 0x1B56C4E9
 
 
 def rows_of(ids, num_rows, cache=None, positions=None):
-    """Returns the rows of ids (B, T), int32 (B, 2 × T): of the pairs that end there, and then of the triples.
-
-    num_rows: a power of two. cache, positions: as in GPT.hidden; without them, the text begins with the ids.
-    """
+    """Returns the rows of ids (B, T), int32 (B, 2 × T): of the pairs that end there, and then of the triples. num_rows:
+    a power of two. cache, positions: as in GPT.hidden; without them, the text begins with the ids."""
     if cache is None:
         ids = F.pad(ids, (BEFORE, 0))
     else:

@@ -109,10 +109,9 @@ def count_parameters(config):
     return {group: number for group, number in counted.items() if number}
 
 
-def matrix_parameters(config):
-    """Returns how many parameters of a GPTConfig's model take part in matrix products: all but the embedding."""
-    counted = count_parameters(config)
-    return counted["matrices"] + counted["head"]
+def matrix_parameters(parameters):
+    """Returns how many of the parameters, {group: number}, take part in matrix products: all but the embedding."""
+    return parameters["matrices"] + parameters["head"]
 
 
 def flops_per_token(config, seq_len):
@@ -127,7 +126,7 @@ def flops_per_token(config, seq_len):
     for window in config.windows():
         window = min(window or seq_len, seq_len)
         positions += (window * (window + 1) / 2 + (seq_len - window) * window) / seq_len  # mean of min(t, window)
-    return 6 * matrix_parameters(config) + 12 * config.n_embd * positions
+    return 6 * matrix_parameters(count_parameters(config)) + 12 * config.n_embd * positions
 
 
 def mfu(tokens_per_s, flops_per_token, peak_flops_per_chip, chips):
@@ -175,7 +174,6 @@ def initial_weights(config, seed=0):
 
 
 def _drawn(start, shape, width, generator):
-    """Returns a random tensor, or zeros."""
     if start.normal:
         return torch.empty(shape).normal_(0.0, start.normal, generator=generator)
     if start.uniform:

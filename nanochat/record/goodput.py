@@ -39,14 +39,13 @@ class Goodput:
             self._switch(outer)
 
     def seconds(self):
-        """Returns {name: seconds} up to now."""
         self._switch(self._name)  # counts the open span up to now
         return dict(self._seconds)
 
-    def fraction(self, useful="train"):
-        """Returns the fraction of the time spent in `useful`, 0 to 1."""
+    def fraction(self):
+        """Returns the fraction of the time spent in training, 0 to 1."""
         seconds = self.seconds()
-        return seconds.get(useful, 0.0) / max(sum(seconds.values()), 1e-9)
+        return seconds.get("train", 0.0) / max(sum(seconds.values()), 1e-9)
 
     def _switch(self, name):
         now = time.monotonic()

@@ -28,7 +28,6 @@ class Progress:
         self.close()
 
     def update(self, amount):
-        """Advances by `amount`."""
         self._done += amount
         if self._bar:
             self._bar.update(amount)
@@ -36,7 +35,6 @@ class Progress:
             self._print()
 
     def close(self):
-        """Shows the final state."""
         if self._bar:
             self._bar.close()
         else:

@@ -1,18 +1,28 @@
-"""The plan of a run as lines for a person."""
+"""The plan of a run as lines for a person, and how long it would take on a CPU."""
+import time
+
+import torch
+
+from nanochat.common import BadInput, say
 from nanochat.device import tpu
 from nanochat.device.tpu import GIB
+from nanochat.kernels.choose import get_kernels
+from nanochat.model.gpt import GPT
 from nanochat.model.rates import gpt_rules, lr_stages
+from nanochat.model.weights import matrix_parameters
+from nanochat.record.metrics import format_duration
 from nanochat.train.mesh_plan import TABLES, held_bytes
-from nanochat.train.plan import matrix_params
 
 ASSUMED_MFU = 0.3  # for the estimated time
+SHORT_FLOPS = 1e14  # a CPU is done with a shorter run in minutes
+DAY_S = 86400
+FIRST_TRY = "--num_iterations=100 --max_seq_len=256 --device_batch_size=4 --total_batch_size=4096"
 
 
 def describe_plan(plan, tokenizer):
-    """Returns the plan as lines for a person."""
     accelerator = tpu.detect_accelerator() if plan.device_type == "tpu" else None
     tokens = plan.tokens(0, plan.num_iterations)
-    divisor = matrix_params(plan.parameters)
+    divisor = matrix_parameters(plan.parameters)
     parameters = " + ".join(f"{number:,} {group}" for group, number in plan.parameters.items())
     dtype = str(plan.dtype).removeprefix("torch.")
     products = ", int8 products in the layers" if plan.products == "int8" else ""
@@ -144,3 +154,29 @@ def _describe_tensor(plan):
 def _others(ranks):
     """Returns the fraction of an array that a rank of a ring sends if each part goes to another rank."""
     return (ranks - 1) / ranks
+
+
+# On a CPU
+
+
+def require_time(plan, num_iterations):
+    """Says how long a long run takes on this CPU. Raises BadInput if it is over a day and nobody asked for it."""
+    steps = plan.start.first_step, plan.num_iterations
+    if plan.device_type not in ("cpu", "xla") or plan.flops(*steps) < SHORT_FLOPS:
+        return
+    seconds = seconds_of_row(plan.config) * plan.tokens(*steps) / plan.config.max_seq_len
+    text = f"about {seconds / DAY_S:,.0f} days" if seconds > 2 * DAY_S else f"about {format_duration(seconds)}"
+    if seconds > DAY_S and num_iterations == -1:
+        raise BadInput(f"{plan.num_iterations:,} steps take {text} on this CPU: for a first try add {FIRST_TRY}, or "
+                       f"give --num_iterations={plan.num_iterations} for all of them")
+    say(f"{plan.num_iterations:,} steps take {text} on this CPU; for a first try add {FIRST_TRY}")
+
+
+def seconds_of_row(config):
+    """Returns the seconds of the forward and the backward pass of one row on this CPU."""
+    model = GPT(config, get_kernels("current", "cpu"))
+    model.init_weights()
+    ids = torch.zeros((1, config.max_seq_len), dtype=torch.int64)
+    begun = time.monotonic()
+    model(ids, ids, reduction="mean").backward()
+    return time.monotonic() - begun

@@ -23,7 +23,6 @@ AUTO = "auto"
 
 
 def path_text(text):
-    """Returns the path that a flag names, as text for a checkpoint."""
     return str(expand_path(text))
 
 
@@ -48,7 +47,6 @@ def val_places(text):
 
 
 def chips_or_auto(text):
-    """Returns the number of chips that a flag names, or AUTO. Raises BadInput."""
     if text == AUTO:
         return AUTO
     if not text.isdecimal() or len(text) > 7 or not 1 <= int(text) <= MAX_CHIPS:
@@ -138,8 +136,7 @@ class DataFlags(TextFlags):
 
 
 def _flag_of_field(config_field):
-    """Returns the flag of a field of GPTConfig. Its default is None: a resumed run keeps the checkpoint's value, and a
-    new run takes GPTConfig's."""
+    """Returns the flag of a field of GPTConfig. Its default is None: "not given"."""
     # A bool becomes on, off or None: a resumed run must tell "off" from "not given".
     options = {name: value for name, value in config_field.metadata.items() if name != "called"}
     options["of"] = config_field.type
@@ -226,7 +223,6 @@ class RecordFlags:
 
     @property
     def saves(self):
-        """Whether the run saves checkpoints, and so one at the end."""
         return self.save_every > 0 or self.save_every_minutes > 0
 
 
@@ -291,6 +287,5 @@ class Flags(FlagGroups):
 
 
 def parse_flags(argv=None, description=None):
-    """Returns the Flags of a command line. argv: the arguments, by default this process's; description: for --help.
-    Raises BadInput."""
+    """Returns the Flags of a command line, by default this process's. Raises BadInput."""
     return Flags(*read_flags(argv, description, TITLES, FIRST))

@@ -28,9 +28,8 @@ from nanochat.model.optim import MuonAdamW
 from nanochat.model.parts import Parts
 from nanochat.model.rates import OptimConfig, gpt_rules
 from nanochat.model.weights import initial_weights
-from nanochat.train.describe import describe_plan
+from nanochat.train.describe import describe_plan, require_time
 from nanochat.train.flags import BatchFlags, DistillationFlags, Flags
-from nanochat.train.pace import require_time
 from nanochat.train.plan import Plan, make_plan
 from nanochat.train.row_feed import RowFeed
 from nanochat.train.start import Start, as_begun, find_start, require_same_rows, saved_meta
@@ -72,8 +71,7 @@ def make_optimizer(plan, model, dist=None, weights=None):
 
 
 def make_step(plan, model, dist, objective=NEXT_TOKEN, weights=None):
-    """Returns the TrainingStep of a Plan. The model's weights are on the device of `dist`, or come from `weights` (see
-    MuonAdamW)."""
+    """Returns the TrainingStep of a Plan. dist, weights: see MuonAdamW."""
     optimizer = make_optimizer(plan, model, dist, weights)
     return TrainingStep(model, optimizer, objective, dist, plan.all_micro_steps, use_compile=plan.use_compile)
 
@@ -290,8 +288,7 @@ class LanguageTask:
 
     @contextmanager
     def whole_model(self, training):
-        """Gives the model its whole weights for the block, in which it computes as on one chip. Every rank must call
-        it."""
+        """Gives the model its whole weights for the block, as on one chip. Every rank must call it."""
         # The kernels change together with the weights: those of the mesh would gather weights that are whole.
         model = training.model
         kernels = model.kernels
@@ -345,10 +342,8 @@ def _with_progress(is_cut_short, batches):
 
 
 def make_task(flags, device_type, world_size, directory, judge_code=None):
-    """Returns the LanguageTask for base_train's Flags. Raises BadInput.
-
-    directory: of the run. judge_code: see LanguageTask; without it, --code_eval_every does nothing.
-    """
+    """Returns the LanguageTask for base_train's Flags. Raises BadInput. directory: of the run. judge_code: see
+    LanguageTask; without it, --code_eval_every does nothing."""
     tokenizer = load_tokenizer(flags.data.tokenizer_dir)
     saved = saved_meta(flags, directory)
     # Settled flags have a value for every flag of the model. Only the values of the command line itself must agree with

@@ -9,7 +9,6 @@ COMPILING_STEPS = 3  # the first steps of a process may compile
 
 class Liveness:
     def __init__(self, run, dist, first_step):
-        """run: a Run; first_step: where this process begins."""
         self._rank = dist.rank
         self._flags = run.flags.record
         # When rows become longer, the step waits for the loader to restart.
@@ -21,7 +20,6 @@ class Liveness:
 
     @property
     def is_stopping(self):
-        """Whether all ranks have agreed to stop."""
         return self._agreement.is_stopping
 
     @property
@@ -53,7 +51,6 @@ class Liveness:
         self._step_seconds = [*self._step_seconds, seconds][-100:]
 
     def finish(self, step):
-        """Reports that this rank runs no further step."""
         self.beat("end", step)
         self._agreement.finish()
 

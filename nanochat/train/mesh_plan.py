@@ -15,8 +15,7 @@ TABLES = ("embedding", "head", "value embeddings", "n-grams")  # of the paramete
 
 
 def plan_mesh(flags, config, parameters, device_type, world_size):
-    """Returns the Mesh for base_train's Flags, a GPTConfig and its {group: number of parameters}. Raises BadInput for a
-    mesh that does not suit the model, the devices or the other flags."""
+    """Returns the Mesh for Flags, a GPTConfig and its {group: parameters}. Raises BadInput."""
     devices = flags.devices
     if devices.mesh_fsdp == AUTO:
         return choose_mesh(flags, config, parameters, device_type, world_size)
@@ -80,8 +79,7 @@ def possible_meshes(flags, config, device_type, chips):
 
 
 def estimate_memory(flags, config, parameters, mesh):
-    """Returns the peak bytes on a chip of a TPU in each program of a run, {program: bytes}, with the kernel flash on a
-    Mesh without tensor."""
+    """Returns {program of a run: peak bytes on a chip of a TPU}, with the kernel flash on a Mesh without tensor."""
     # In the formulas: P parameters, d width, d_kv that of keys and values, V vocabulary, L layers, N tokens of a
     # micro-step on a chip, b bytes of a number in compute, F chips along fsdp. The factors 4, 10, 36 and 8 are fitted
     # to peaks that libtpu's compiler reports (docs/mesh.md).
@@ -142,7 +140,6 @@ def _padded(parameters, mesh, layers):
 
 
 def _require_mesh(mesh, flags, config, device_type):
-    """Raises BadInput if a Mesh fits neither the model nor the devices nor the other flags."""
     if not mesh.divides_weights:
         return
     if device_type not in ("tpu", "xla"):

@@ -37,7 +37,6 @@ class Run:
 
     @property
     def hosts(self):
-        """How many hosts train the run."""
         return self.link.host.count if self.link else 1
 
     @property
@@ -63,7 +62,6 @@ class Run:
         (self.directory / FINISHED_FILE).unlink(missing_ok=True)
 
     def mark_finished(self):
-        """Marks the run as finished, in its folder."""
         (self.directory / FINISHED_FILE).touch()
 
     def check_ranks(self, dist):
@@ -139,7 +137,6 @@ def _require_begin(task, pod):
 
 
 def open_mirror(flags):
-    """Returns the Mirror of --checkpoint_mirror, or None. Raises BadInput."""
     record = flags.record
     if record.checkpoint_mirror is None:
         return None
@@ -171,15 +168,13 @@ def resume(task, path, is_finished, is_first):
 
 
 def what_is_trained(task):
-    """Returns {name: JSON value} that must be equal on all hosts."""
     identity = json.loads(json.dumps(task.identity()))
     return {"number of devices": task.plan.world_size, "hash of the data": task.data_fingerprint,
             "hash of the tokenizer": identity["tokenizer_sha256"]}
 
 
 def resumed_checkpoint(directory, mirror, pod=None):
-    """Returns the path of the checkpoint from which the run resumes, or None, and whether the run had ended with
-    it."""
+    """Returns the path of the checkpoint to resume from, or None, and whether the run had ended with it."""
     path = None
     is_finished = (directory / FINISHED_FILE).exists()
     if pod is None or pod.is_first:

@@ -46,7 +46,6 @@ class Start(NamedTuple):
         return f"{self.name} ({hashlib.sha256(read_text(self.path / SUMS).encode()).hexdigest()[:12]})"
 
     def load(self):
-        """Returns {name: weight} and the optimizer's {name: tensor}, None if the run does not take it."""
         return load_tensors(self.path, MODEL), load_tensors(self.path, OPTIMIZER) if self.has_optimizer else None
 
     def lane_states(self, data_fingerprint):
@@ -65,8 +64,7 @@ class Start(NamedTuple):
 
 
 def saved_meta(flags, directory):
-    """Returns the Meta of the checkpoint in a run's directory from which it resumes, or None. Raises BadInput for a
-    whole checkpoint that this program cannot read."""
+    """Returns the Meta of the whole checkpoint from which a run resumes, or None. Raises BadInput."""
     if flags.run.resume != "auto" or directory is None:
         return None
     for path in reversed(list_checkpoints(directory)):
@@ -121,10 +119,10 @@ def find_start(flags, saved, tokenizer, directory):
             raise
         # The machine may be new, and the mirror may have a checkpoint of this run.
         return flags.replace(**vars(StartFlags())), None, f"{what}: {error}"
-    meta = load_meta(path)
+    meta, config = other_model(what, path, directory)
     start = Start(path, meta, f"{meta.flags.get('run', path.absolute().parent.name)}/step_{meta.step:06d}",
                   bool(asked.decay_from) or asked.init_optimizer, bool(asked.decay_from))
-    config = _check(what, start, flags, tokenizer, directory)
+    _require_start(what, start, flags, config, tokenizer)
     flags = flags.settled(config)
     if start.has_optimizer:
         flags = flags.replace(steps_before=saved_flags(StartFlags, meta.flags).earlier_steps)
@@ -134,8 +132,7 @@ def find_start(flags, saved, tokenizer, directory):
 
 
 def as_begun(flags, meta):
-    """Returns the Flags with the start that the run of a checkpoint's Meta had: it is not started again. Raises
-    BadInput."""
+    """Returns the Flags with the start that the run of a checkpoint's Meta had. Raises BadInput."""
     begun = saved_flags(StartFlags, meta.flags)
     asked = flags.start.init_from or flags.start.decay_from
     if asked and not (begun.init_from or begun.decay_from):
@@ -147,7 +144,6 @@ def as_begun(flags, meta):
 
 
 def require_same_rows(path, meta, flags):
-    """Raises BadInput if the Flags make other rows of the same data than the checkpoint at `path`."""
     now = flags.as_dict()
     for name in ROW_FLAGS:
         require_same(path, {f"--{name}": (meta.flags.get(name), now[name])})
@@ -158,22 +154,27 @@ def saved_flags(group, saved):
     return group(**{each.name: saved[each.name] for each in fields(group) if each.name in saved})
 
 
-def _check(what, start, flags, tokenizer, directory):
-    """Returns the GPTConfig of a Start. Raises BadInput if a run with the Flags cannot begin with it."""
-    path, meta = start.path, start.meta
+def other_model(what, path, directory):
+    """Returns the Meta and the GPTConfig of another run's checkpoint. Raises BadInput if it is of the run in
+    `directory`, or holds no model of text."""
+    meta = load_meta(path)
     if meta.task != "language":
         raise BadInput(f"{what} is of the task {meta.task} and no model of text: give a run of base_train")
     config = read_config(path, meta, GPTConfig)
     if path.resolve().parent == directory.resolve():
-        raise BadInput(f"{what} is a checkpoint of this run: choose another --run")
-    if start.has_optimizer and not meta.flags:
+        raise BadInput(f"{what} is a checkpoint of this run: give another run, or choose another --run")
+    return meta, config
+
+
+def _require_start(what, start, flags, config, tokenizer):
+    """Raises BadInput if a run with the Flags cannot begin with a Start, whose model has this GPTConfig."""
+    if start.has_optimizer and not start.meta.flags:
         raise BadInput(f"{what} was imported and holds only weights: use --init_from without --init_optimizer")
-    require_same(path, {"the hash of the tokenizer": (meta.tokenizer_sha256, tokenizer.sha256)})
-    require_as_saved(vars(flags.model), config, path, otherwise="")
-    problem = find_problem(path, weights_only=not start.has_optimizer)
+    require_same(start.path, {"the hash of the tokenizer": (start.meta.tokenizer_sha256, tokenizer.sha256)})
+    require_as_saved(vars(flags.model), config, start.path, otherwise="")
+    problem = find_problem(start.path, weights_only=not start.has_optimizer)
     if problem:
         raise BadInput(f"{what} is damaged ({problem}): use another checkpoint")
-    return config
 
 
 def _with_decay(what, flags, start, config):

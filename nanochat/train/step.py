@@ -17,11 +17,8 @@ from nanochat.record.observe import Observer
 
 @dataclass(frozen=True)
 class Objective:
-    """What a micro-step computes.
-
-    loss(model, carry, **batch) -> ({name: mean over the micro-batch, a scalar tensor}, the new carry): a pure function.
-    The losses have all of `names`; the gradients come from the first.
-    """
+    """What a micro-step computes. loss(model, carry, **batch) -> ({name: mean over the micro-batch, a scalar tensor},
+    the new carry): a pure function. The losses have all of `names`; the gradients come from the first."""
     loss: Callable
     names: tuple = ("loss",)
     teacher: torch.nn.Module | None = None  # read-only
@@ -102,10 +99,8 @@ class TrainingStep:
     # The two programs
 
     def micro_step(self, batch, scale):
-        """Adds the gradients of one micro-batch, and its losses × `scale` to `sums`.
-
-        batch: {name: tensor}; scale: a scalar tensor, one of loss_scales.
-        """
+        """Adds the gradients of one micro-batch, and its losses × `scale` to `sums`. batch: {name: tensor}; scale: a
+        scalar tensor, one of loss_scales."""
         losses, carry = self.objective.loss(self.compiled_model, self.carry, **batch)
         # In place: the carry stays the same tensor from one micro-step to the next, an argument and a result of the
         # program, as the sums of the gradients.
@@ -145,7 +140,6 @@ class TrainingStep:
     # Checkpoints. The carry is among the optimizer's state, in the order of the slots, whatever the number of ranks.
 
     def sizes(self):
-        """Returns ({name: bytes}, {name: bytes}) of what host_state returns."""
         weights, state = self.optimizer.sizes()
         for name, tensor in self.carry.items():
             state[f"carry.{name}"] = tensor.nbytes * self.dist.world_size
@@ -153,8 +147,7 @@ class TrainingStep:
 
     @torch.no_grad()
     def host_state(self, names=None):
-        """Returns ({name: weight}, {name: state}) of the optimizer's host_state and the carry. Every rank must call
-        it."""
+        """Returns the optimizer's host_state, the second part with the carry. Every rank must call it."""
         weights, state = self.optimizer.host_state(names)
         ranks = self.dist.world_size
         for name, tensor in self.carry.items():

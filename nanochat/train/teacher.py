@@ -6,7 +6,6 @@ from typing import NamedTuple
 import torch
 
 from nanochat.checkpoint.format import MODEL, find_checkpoint, find_problem
-from nanochat.checkpoint.meta import load_meta, read_config
 from nanochat.checkpoint.pieces import load_tensors
 from nanochat.common import BadInput
 from nanochat.kernels.attention_tiles import require_shapes
@@ -16,6 +15,7 @@ from nanochat.kernels.sharded import Sharding
 from nanochat.model.config import GPTConfig
 from nanochat.model.gpt import GPT
 from nanochat.model.parts import Parts, require_parts
+from nanochat.train.start import other_model
 
 
 class Teacher(NamedTuple):
@@ -26,14 +26,12 @@ class Teacher(NamedTuple):
     last_step: int  # the student learns from it up to this step
 
     def describe(self):
-        """Returns a line for a person, in the format of describe_plan."""
         return (f"    teacher  {self.path}: depth {self.config.n_layer}, width {self.config.n_embd}, weight "
                 f"{self.weight:g} at temperature {self.temperature:g} up to step {self.last_step:,}")
 
 
 def find_teacher(flags, plan, tokenizer, directory):
-    """Returns the Teacher of base_train's Flags and Plan, or None without --teacher. Raises BadInput if it cannot teach
-    this model. tokenizer, directory: of the run that learns."""
+    """Returns the Teacher of base_train's Flags and Plan, or None without --teacher. Raises BadInput."""
     taught = flags.distillation
     if not taught.teacher:
         for each in fields(taught):
@@ -44,12 +42,7 @@ def find_teacher(flags, plan, tokenizer, directory):
         return None
     path = find_checkpoint(taught.teacher)
     what = f"--teacher={taught.teacher} ({path})"
-    meta = load_meta(path)
-    if meta.task != "language":
-        raise BadInput(f"{what} is of the task {meta.task} and no model of text: give a run of base_train")
-    config = read_config(path, meta, GPTConfig)
-    if path.resolve().parent == directory.resolve():
-        raise BadInput(f"{what} is a checkpoint of this run: give another run as teacher, or another --run")
+    meta, config = other_model(what, path, directory)
     if meta.tokenizer_sha256 != tokenizer.sha256:
         raise BadInput(f"{what} has another tokenizer ({meta.tokenizer_sha256[:12]}) than this run "
                        f"({tokenizer.sha256[:12]}): train with the teacher's --tokenizer_dir")
@@ -84,7 +77,6 @@ def make_teacher(teacher, plan, dist, weights=None):
 
 
 def load_teacher(teacher, plan, dist):
-    """Returns the teacher's GPT with its weights, or this rank's parts of them, on its device."""
     return make_teacher(teacher, plan, dist, load_tensors(teacher.path, MODEL)).to(dist.device)
 
 
@@ -92,7 +84,6 @@ class DistillationLoss:
     """The mean loss of rows (B, T + 1) for a student: see kernels/loss.py."""
 
     def __init__(self, teacher, model):
-        """teacher: a Teacher; model: its GPT, on the device."""
         self.model = model
         self.terms = TeacherTerms(model.logit_cap, teacher.weight, teacher.temperature)
 

@@ -3,7 +3,7 @@ import pytest
 
 from nanochat.model.config import GPTConfig
 from nanochat.model.gpt import GPT
-from nanochat.model.weights import flops_per_token, matrix_parameters, mfu
+from nanochat.model.weights import count_parameters, flops_per_token, matrix_parameters, mfu
 from tests.model.test_gpt import PLAIN
 
 
@@ -11,7 +11,7 @@ def test_matrix_parameters_are_those_of_the_model():
     config = GPTConfig(vocab_size=96, max_seq_len=8, n_layer=3, n_embd=64, n_head=4, n_kv_head=2, **PLAIN)
     model = GPT.on_meta(config)
     matrices = sum(p.numel() for name, p in model.named_parameters() if p.ndim > 1 and name != "wte")
-    assert matrix_parameters(config) == matrices
+    assert matrix_parameters(count_parameters(config)) == matrices
 
 
 def test_depth_16_has_the_published_flops():
