@@ -137,11 +137,13 @@ class RankAgreement:
             return 0
         self._due_tick = 0
         self.is_preempted = self._kind == PREEMPTED
-        self.is_stopping = self.is_preempted or self._kind == STOP
+        self.is_stopping = self._kind != SAVE
         if self._spans_hosts and self._rank == 0:
             self._shared[_SAVE_ASKED] = 0
         self._shared[_READ_NUMBER + self._rank] = self._number
-        return STOP if self.is_stopping else SAVE
+        if self.is_stopping:
+            return STOP
+        return SAVE
 
     def finish(self):
         """Marks this rank's last tick: later requests have no effect."""
@@ -156,9 +158,12 @@ class RankAgreement:
         is_asked = wants_save or requests.times_asked
         if self.is_stopping or not is_asked or not requests.is_done(number, self._world_size):
             return
-        kind = SAVE
-        if requests.times_asked:
-            kind = PREEMPTED if requests.is_preempted else STOP
+        if not requests.times_asked:
+            kind = SAVE
+        elif requests.is_preempted:
+            kind = PREEMPTED
+        else:
+            kind = STOP
         tick = requests.hold(number + 1, kind)
         requests.decide(number + 1, tick + 1)
 
