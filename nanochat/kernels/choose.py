@@ -10,7 +10,8 @@
 | `cce`     | CUDA, with its package | one after another | PyTorch's         | none: cut cross-entropy          |
 
 With a teacher, the loss of `current` holds the logits of all tokens, the others those of a chunk; loss.py has the
-mathematics. `auto` is `flash` on a TPU with jax installed, `chunked` on a CPU, and otherwise `current`.
+mathematics. `auto` is `flash` on a TPU with jax installed, `chunked` on a TPU without it and on a CPU,
+and otherwise `current`.
 """
 import importlib.util
 from functools import partial
@@ -39,8 +40,8 @@ def get_kernels(name, device_type, sharding=WHOLE, chunk_tokens=None, products="
     """
     available = available_kernels(device_type)
     if name == "auto":
-        best = {"tpu": "flash", "cpu": "chunked"}.get(device_type)
-        name = best if best in available else "current"
+        best = {"tpu": "flash", "cpu": "chunked"}.get(device_type, "current")
+        name = best if best in available else "chunked"
     if name not in available:
         raise BadInput(f"--kernel={name} does not run here (device type {device_type}): "
                        f"choose {' or '.join(available)}")

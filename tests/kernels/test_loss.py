@@ -119,3 +119,9 @@ def test_losses_of_tokens_by_chunks_are_those_without(name):
     found = kernels.cross_entropy(case.hidden, case.head, case.targets, case.cap)
     torch.testing.assert_close(found.cpu(), expected, atol=1e-5, rtol=1e-5)
     assert found[5] == 0
+
+
+def test_auto_takes_chunks_on_a_tpu_without_jax(monkeypatch):
+    assert [get_kernels("auto", device).name for device in ("tpu", "cpu", "cuda")] == ["flash", "chunked", "current"]
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert get_kernels("auto", "tpu").name == "chunked"
