@@ -41,6 +41,7 @@ class LimitFlags:
     timeout_s: float = flag(30.0, "most seconds for a request: then it gets the text so far", above=0, at_most=3600)
     extra_tokens: int = flag(-1, "most tokens of other files, at most a quarter of the context; -1: a quarter, if the "
                              "model was trained with --fim_context, else none", at_least=0, unset=-1)
+    no_copies: bool = flag(False, "never complete with a copy of text that stands elsewhere in the file")
 
 
 def main(argv=None):
@@ -62,6 +63,7 @@ def main(argv=None):
         print(f"loading {path}, step {meta.step}", file=sys.stderr, flush=True)
         dist = compute_init(device_type)
         completer = load_completer(of_model, path, limits.extra_tokens, dist)
+        completer.copies = not limits.no_copies
         server = Server(completer, name=f"{path.resolve().parent.name}/{path.name}", device=str(dist.device),
                         max_tokens=max_tokens, timeout_s=limits.timeout_s)
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")

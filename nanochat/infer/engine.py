@@ -49,7 +49,7 @@ class Engine:
         """Returns the completion of `prompt`, without the prompt; sampling: fields of Sampling."""
         return self.completions(prompt, Sampling(**sampling))[0].text
 
-    def completions(self, prompt, sampling, on_text=ignore, on_cut=ignore, keep_going=never_stop):
+    def completions(self, prompt, sampling, on_text=ignore, on_cut=ignore, keep_going=never_stop, copy=("", 0.0)):
         """Returns the completions of `prompt`, as Samples, whose `text` excludes the prompt. Sets `timings`.
 
         prompt: str or bytes, which begins a document; or a list of str, bytes and Special, which is read verbatim.
@@ -59,7 +59,9 @@ class Engine:
 
         on_text(sample, text): called with each new piece of text. on_cut(num_tokens, num_read): called if only the last
         `num_read` of the prompt's `num_tokens` tokens are read. keep_going(): called before every token, and before
-        every 64 of the prompt; once it returns False, the samples end as they are.
+        every 64 of the prompt; once it returns False, the samples end as they are. copy: (text, nats); the text is the
+        completion if the model gives each of its tokens a log-probability of at least -nats. Several samples, and XLA,
+        do without.
 
         Raises BadInput if `max_tokens` fills the context, or a list does not fit into the rest.
         """
@@ -78,7 +80,11 @@ class Engine:
         samples = [Sample(self.tokenizer, sampling.stop, max_tokens, partial(on_text, i), known, sampling.seed + i)
                    for i in range(sampling.num_samples)]
         if sampling.num_samples == 1 and not self.dist.is_xla:
-            self._generate_one(ids, tail, samples[0], sampling, keep_going)
+            text, nats = copy
+            copied = self.tokenizer.encode(known + text.encode()) if text else []
+            if len(copied) > max_tokens:
+                copied = []
+            self._generate_one(ids[:len(ids) - len(tail)], tail, samples[0], sampling, keep_going, copied, nats)
         else:
             self._generate_together(ids[:len(ids) - len(tail)], samples, sampling, keep_going)
         self.timings.predicted_tokens = sum(sample.num_tokens for sample in samples)
@@ -134,13 +140,33 @@ class Engine:
         self.timings.read_tokens = self._reader.num_read - num_read
         return logits
 
-    def _generate_one(self, ids, tail, sample, sampling, keep_going):
-        """Draws the tokens of `sample` after the prompt `ids`, whose end `tail` is drawn again."""
+    def _least_log_prob(self, rows, tokens, known):
+        """Returns the log-probability of the unlikeliest of `tokens`, by the logits before each. Their first bytes are
+        `known`, the end of the prompt."""
+        found = []
+        for row, token in zip(rows, tokens, strict=False):
+            others = row[:self.tokenizer.n_vocab]
+            if known:
+                others = row[self._vocabulary.fitting(known)]
+                known = known[len(self.tokenizer.decode_bytes([token])):]
+            found.append(row[token] - others.logsumexp(0))
+        return min(found)
+
+    def _generate_one(self, ids, tail, sample, sampling, keep_going, copy, nats):
+        """Draws the tokens of `sample` after the prompt `ids` + `tail`, whose `tail` is drawn again; or takes `copy`,
+        the tokens of tail and copied text, if there are any and none is less likely than -`nats`."""
         context = self.model.config.max_seq_len
         drafts = sampling.drafts and isinstance(self.model, Int8GPT)
-        rows = self._begin_reading(self._reader.read, ids, 1 + len(tail), keep_going)
-        ids = ids[:len(ids) - len(tail)]
-        guesses = tail
+        first = copy or tail
+        rows = self._begin_reading(self._reader.read, ids + first, 1 + len(first), keep_going)
+        self.timings.read_tokens = max(self.timings.read_tokens - len(first) + len(tail), 0)  # those of the prompt
+        self.timings.drafted_tokens = len(copy)
+        if copy and rows is not None and self._least_log_prob(rows, copy, sample.known) >= -nats:
+            self.timings.accepted_tokens = len(copy)
+            for token in copy:
+                sample.add(token)
+            sample.end("end")
+        guesses = first
         # Row i holds the logits after the first i guesses, so the rows are valid as long as each drawn token is the
         # next guess. `tail` is read as if it had been guessed.
         while rows is not None and not sample.ended:
@@ -151,7 +177,7 @@ class Engine:
                 ids.append(self._draw(sample, row, sampling))
                 if sample.ended or ids[-1] != guess:
                     break
-                if guesses is not tail:
+                if guesses is not first:
                     self.timings.accepted_tokens += 1
             if sample.ended:
                 return

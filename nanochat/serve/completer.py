@@ -8,7 +8,9 @@ from functools import partial
 from nanochat.infer.engine import Engine
 from nanochat.infer.load import load_model
 from nanochat.infer.prompt import gap_prompt
-from nanochat.infer.sample import Sampling, ignore, never_stop
+from nanochat.infer.sample import GREEDY_BELOW, Sampling, ignore, never_stop
+
+COPIED = (64, 48, 32, 24, 16, 12, 8, 6)  # characters before the cursor that must stand elsewhere in the file
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,7 @@ class Completer:
     engine: object
     fim: bool  # whether the model was trained to fill in the middle; if not, it reads nothing after the cursor
     extra_tokens: int = 0  # most tokens of other files
+    copies: bool = True  # offers what follows the text before the cursor where it stands elsewhere in the file
     windows: dict = field(default_factory=dict)  # where the last prompts were cut
 
     @property
@@ -59,7 +62,14 @@ class Completer:
         def goes_on():
             return keep_going() and not all(shaper.ended for shaper in shapers)
 
-        samples = self.engine.completions(prompt.parts, options.sampling, on_text=add, keep_going=goes_on)
+        copy = "", 0
+        if self.copies and suffix is not None and options.sampling.temperature < GREEDY_BELOW:
+            text, length = copied(prefix, suffix)
+            shaper = Shaper(suffix, options, ignore)
+            shaper.add(text)
+            if (text := shaper.finish()).strip():
+                copy = text, length  # each character that agrees lets tokens be e times unlikelier
+        samples = self.engine.completions(prompt.parts, options.sampling, add, keep_going=goes_on, copy=copy)
         reasons = []
         for sample, shaper in zip(samples, shapers, strict=True):
             if shaper.ended:
@@ -71,6 +81,19 @@ class Completer:
         num_tokens = sum(sample.num_tokens for sample in samples)
         return Completion([shaper.finish() for shaper in shapers], reasons, num_tokens, replace(self.engine.timings),
                           prompt.is_cut)
+
+
+def copied(before, after):
+    """Returns what follows the last characters of `before` where most of them stand once more, in `before` or `after`,
+    up to the end of the line, or of the next one; and how many these are. Returns ("", 0) if they stand nowhere."""
+    for length in COPIED:
+        end = before[-length:]
+        for text, at in ((before, before.rfind(end, 0, len(before) - 1)), (after, after.find(end))):
+            if len(end) == length and at != -1:
+                rest = text[at + length:]
+                line_end = rest.find("\n", 1)
+                return rest[:line_end] if line_end != -1 else rest, length
+    return "", 0
 
 
 def load_completer(of_model, path, extra_tokens, dist):

@@ -7,15 +7,14 @@ deletes them, pauses, and jumps from block to block. At each pause it asks for a
 accepts a completion, or the first line of one, with one key, if exactly this text comes next, and if it came before
 the next key. The typing is simulated; the time of a completion is measured.
 
-Beside the model, two others complete: one copies what followed the last characters where they stood in the file
-before, and one completes nothing.
+The model completes with copies of the file, as scripts.serve does, and without; copies are offered without a model; and
+nothing is completed.
 """
 import random
-import statistics
 import string
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from nanochat.checkpoint.format import find_checkpoint
@@ -24,7 +23,7 @@ from nanochat.data.shards import TextFlags
 from nanochat.device.ranks import compute_cleanup, compute_init, prepare_xla_environment
 from nanochat.infer.load import ModelFlags, resolve_inference_device_type
 from nanochat.infer.sample import Sampling
-from nanochat.serve.completer import Options, is_word, load_completer
+from nanochat.serve.completer import Options, copied, is_word, load_completer
 from scripts.bench.generate import read_texts
 
 # Pauses before a key: the medians inside of a word and elsewhere, and the deviation of the logarithm.
@@ -33,7 +32,6 @@ PAUSE_S = 0.5
 SIGMA = 0.7
 EDITOR_WAITS_S = 0.1  # without a key, before it asks
 MISTAKES = 0.02  # of keys
-COPIED = (64, 32, 16, 8, 4)  # characters that must have stood in the file before
 
 
 @dataclass(frozen=True)
@@ -103,6 +101,7 @@ class Person:
         self.complete = complete
         self.num_characters = 0
         self.seconds = []  # of each completion
+        self.num_shown = 0
         self.asked = Counter()  # {kind of place: number}
         self.accepted = Counter()
         self.saved = Counter()  # characters, less the keys that accepted them
@@ -133,16 +132,10 @@ class Person:
         text, seconds = self.complete(typed, after)
         self.seconds.append(seconds)
         self.asked[kind_of_place(typed.rpartition("\n")[2])] += 1
-        return text if EDITOR_WAITS_S + seconds <= pause_s else ""
-
-
-def copied(before, after):
-    """Returns what followed the last characters of `before` where they stood in it before, up to the line's end."""
-    for length in COPIED:
-        at = before.rfind(before[-length:], 0, len(before) - 1)
-        if len(before) >= length and at != -1:
-            return before[at + length:].partition("\n")[0]
-    return ""
+        if EDITOR_WAITS_S + seconds > pause_s:
+            return ""
+        self.num_shown += bool(text)
+        return text
 
 
 def asks(completer, tokens):
@@ -160,8 +153,11 @@ def asks(completer, tokens):
 def show(name, person):
     """Prints what a Person saved."""
     total = person.num_characters
+    seconds = sorted(person.seconds) or [0.0]
+    p50, p95 = (seconds[percent * (len(seconds) - 1) // 100] for percent in (50, 95))
     print(f"{name}: {sum(person.saved.values()) / total:.1%} of {total:,} characters saved; "
-          f"{sum(person.accepted.values())} of {sum(person.asked.values())} completions accepted")
+          f"{sum(person.accepted.values())} of {person.num_shown} shown completions accepted; "
+          f"p50 {p50:.3f} s, p95 {p95:.3f} s")
 
 
 def main(argv=None):
@@ -171,11 +167,13 @@ def main(argv=None):
     prepare_xla_environment(device_type)
     path = find_checkpoint(of_model.checkpoint)
     dist = compute_init(device_type)
-    ask = asks(load_completer(of_model, path, 0, dist), flags.tokens)
+    completer = load_completer(of_model, path, 0, dist)
+    ask = asks(completer, flags.tokens)
     contenders = {
-        "the model": ask,
-        "the model, if it took no time": lambda before, after: (ask(before, after)[0], 0.0),
-        "copies of the file": lambda before, after: (copied(before, after), 0.0),
+        "the model, with copies": ask,
+        "the same, if it took no time": lambda before, after: (ask(before, after)[0], 0.0),
+        "the model alone": asks(replace(completer, copies=False, windows={}), flags.tokens),
+        "copies alone": lambda before, after: (copied(before, after)[0], 0.0),
         "nothing": lambda before, after: ("", 0.0),
     }
     people = {name: Person(complete) for name, complete in contenders.items()}
@@ -183,12 +181,8 @@ def main(argv=None):
         for block in blocks:
             person.type(block)
         show(name, person)
-    model = people["the model"]
+    model = people["the model, with copies"]
     for kind, number in model.asked.most_common():
         print(f"  {kind}: {model.saved[kind] / model.num_characters:.1%} of all characters saved, "
               f"{model.accepted[kind]} of {number} accepted")
-    seconds = sorted(model.seconds)
-    if seconds:
-        slow_s = seconds[9 * (len(seconds) - 1) // 10]
-        print(f"a completion takes {statistics.median(seconds):.2f} s, p90 {slow_s:.2f} s, at most {seconds[-1]:.2f} s")
     compute_cleanup(dist)

@@ -123,6 +123,20 @@ def test_drafts_are_taken_and_change_no_text(engine, temperature):
     assert accepted > 4
 
 
+def test_a_copy_is_taken_whole_where_the_model_agrees_and_otherwise_changes_no_text(shipped):
+    engine = Engine(Int8GPT(make_model(vocab_size=shipped.n_vocab)), shipped, CPU)
+    sampling = Sampling(max_tokens=12, temperature=0)
+    prompt = "int f() {\n    retu"  # whose end is drawn again
+    alone = engine.complete(prompt, max_tokens=12, temperature=0)
+    for copy, nats, text in [("rn value;", 1000, "rn value;"), ("rn value;", 0, alone), (20 * "value ", 1000, alone)]:
+        [sample] = engine.completions(prompt, sampling, copy=(copy, nats))
+        assert sample.text == text
+        assert (sample.reason == "end" and engine.timings.accepted_tokens > 1) or text == alone
+        assert 0 < engine.timings.read_tokens <= engine.timings.prompt_tokens
+    [sample] = engine.completions(prompt, sampling, keep_going=lambda: False, copy=("rn value;", 1000))
+    assert (sample.text, sample.reason, engine.timings.read_tokens) == ("", "stopped", 0)
+
+
 def test_a_prompt_that_begins_like_the_last_one_is_not_read_again(int8_model, engine):
     prompts = [PROMPT, PROMPT + "\n  ret", PROMPT + "\n  retu", PROMPT[:20] + "x", "", PROMPT + "\n  return 0;"]
     read = []

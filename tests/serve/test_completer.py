@@ -5,13 +5,21 @@ from dataclasses import replace
 import pytest
 
 from nanochat.infer.sample import Sampling
-from nanochat.serve.completer import Options, Shaper, end_of_block, without_repetition
+from nanochat.serve.completer import Options, Shaper, copied, end_of_block, without_repetition
 
 
 def test_a_model_that_was_not_trained_to_fill_gaps_reads_what_is_before_the_cursor(completer):
     options = Options(Sampling(max_tokens=1))
     completion = replace(completer, fim=False, windows={}).complete("int a;\n  ret", "\n}\n", [], options)
     assert completion.timings.prompt_tokens == 1 + len("int a;\n  ret")
+
+
+def test_a_copy_continues_the_longest_text_that_stands_elsewhere_in_the_file():
+    assert copied("int alpha = first;\nint beta = alpha;\nint alph", "") == ("a = first;", 8)
+    assert copied("int alpha = first;\na(alph", "\nb(alpha, 2);\n") == ("", 0)  # fewer than 6 characters
+    assert copied("int alpha = first;\nmore\n\nint alph", "\nmore\n\nint alpha = last;\n") == ("a = last;", 12)
+    assert copied("first(a);\nlast(b);\n}\n\nfirst(a);", "") == ("\nlast(b);", 8)  # at the end of a line, the next one
+    assert copied("abc", "") == copied("", "") == ("", 0)
 
 
 @pytest.mark.parametrize("text, suffix, kept", [

@@ -2,10 +2,12 @@
 import json
 import re
 import threading
+from dataclasses import replace
 
 import httpx
 import pytest
 
+from nanochat.serve.completer import copied
 from nanochat.serve.model_thread import MAX_WAITING
 from nanochat.serve.protocols import CompletionBody, split_gap
 from tests.serve.conftest import SlowCompleter, serving, wait_until
@@ -150,6 +152,35 @@ def test_openais_stream_gives_the_same_text_and_usage_where_it_is_asked_for(clie
     for i in range(2):
         assert "".join(c["text"] for c in choices if c["index"] == i) == whole["choices"][i]["text"]
         assert [c["finish_reason"] for c in choices if c["index"] == i][-1] == whole["choices"][i]["finish_reason"]
+
+
+def test_a_line_that_stands_in_the_file_is_copied_where_the_model_agrees(untrained):
+    """This model agrees with everything that repeats for so long."""
+    begin, rest = "() {\n    int total = 0;\n", "gress(total, last);"
+    copied_from = f"void f{begin}    report_pro{rest}\n}}\n"
+    body = VIM | {"input_prefix": f"{copied_from}\nvoid g{begin}", "prompt": "    report_pro"}
+    without = body | {"input_prefix": f"void g{begin}"}
+    with serving(replace(untrained, windows={})) as (client, _):
+        alone = post(client, "/infill", **without)["content"]
+        assert post(client, "/infill", **body)["content"] == rest
+        assert "".join(chunk["content"] for chunk in events_of(client, "/infill", **body | {"stream": True})) == rest
+        assert post(client, "/infill", **body | {"temperature": 0.8, "seed": 1})["content"] != rest
+        below = without | {"input_suffix": f"\n}}\n\n{copied_from}"}
+        assert post(client, "/infill", **below)["content"] == rest
+        # Another client gets nothing of this one's file.
+        assert post(client, "/infill", **without)["content"] == alone != rest
+    with serving(replace(untrained, copies=False, windows={})) as (client, _):
+        assert post(client, "/infill", **body)["content"] != rest
+
+
+def test_a_copy_that_the_model_finds_unlikely_is_refused(completer):
+    body = VIM | {"input_suffix": "\n}\n\nint other() {\n    ret@#~;\n}\n"}
+    assert copied(BEFORE + LINE, body["input_suffix"]) == ("@#~;", 8)
+    texts = []
+    for copies in (True, False):
+        with serving(replace(completer, copies=copies, windows={})) as (client, _):
+            texts.append(post(client, "/infill", **body)["content"])
+    assert texts[0] == texts[1] != "@#~;"
 
 
 def test_without_a_suffix_text_is_continued_with_the_same_seed_alike(client):
