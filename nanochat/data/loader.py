@@ -127,6 +127,7 @@ class DataLoader:
     loader, or use it as a context manager: otherwise its threads live until the process ends.
     """
 
+    ended = frozenset()  # see MixtureLoader
     _part = slice(None)  # this rank's part of the rows of a batch
 
     def __init__(self, shards, tokenizer, rows, *, state=None, num_rows=None, infilling=None, threads=2):

@@ -190,6 +190,7 @@ class MixtureLoader(DataLoader):
         read_bytes = READ_AHEAD_BYTES // max(16, rows.num_lanes // rows.world_size) // len(mixture.sources)
         self._of_sources = [SharedByLanes(Units(source.shards, rows.num_lanes, rows.seed), tokenizer, read_bytes,
                                           infilling) for source in mixture.sources]
+        self._lanes = []
         run = settings_of(mixture.shards, tokenizer, infilling) | {"data": mixture.fingerprint}
         self._begin(run, rows, state, None, threads)
 
@@ -201,7 +202,12 @@ class MixtureLoader(DataLoader):
             if source.epochs < math.inf:
                 num_units = shared.units.number_in_epochs(number, source.epochs)
             lanes.append(Lane(number, LaneState(*own), shared, row_tokens, num_units))
-        return MixedLane(number, state, lanes, self._source_of)
+        self._lanes.append(MixedLane(number, state, lanes, self._source_of))
+        return self._lanes[-1]
+
+    def _start(self, run, batch_size):
+        self._lanes = []
+        super()._start(run, batch_size)
 
     def _source_of(self, number, row, ended):
         """Returns the number of the source of row `row` of the lane `number`, none of those that have ended."""
@@ -229,6 +235,12 @@ class MixtureLoader(DataLoader):
             documents = sum(state.documents for state in states) * self.world_size
             counts["sources"][source.name] = tokens, documents / number_of_documents(source)
         return counts
+
+    @property
+    def ended(self):
+        """The names of the sources that have ended in all lanes of this rank."""
+        ended = set.intersection(*(lane.ended for lane in self._lanes))
+        return {self._mixture.sources[source].name for source in ended}
 
 
 # Each round of rows, one from every lane, has a point in each of num_lanes equal cells, so that it has its share of

@@ -167,7 +167,8 @@ class NonfiniteSteps:
         return {"total": self.total, "in_a_row": self.in_a_row}
 
     def add(self, step, loss, gradient_norm, rows):
-        """Adds a step: the result of TrainingStep.run, on the device, and a list of this rank's micro-batches."""
+        """Counts step number `step` (from 1) if it was not finite, and returns whether it was. rows: a list of int32
+        (B, T + 1), those of this rank's micro-steps."""
         if math.isfinite(loss) and math.isfinite(gradient_norm):
             self.in_a_row = 0
             self._first_rows = None

@@ -81,7 +81,7 @@ def test_a_source_that_has_ended_changes_its_own_rows_alone():
 def test_no_document_comes_twice_before_its_epoch_ends_and_the_others_take_the_rows_of_an_exhausted_source(data):
     with open_mixed(data, batch_size=16) as loader:
         rows = torch.cat([next(loader).rows for _ in range(60)])
-        assert 0.8 < loader.stats["sources"]["own"][1] <= 1
+        assert loader.ended == {"own"} and 0.8 < loader.stats["sources"]["own"][1] <= 1
         tokens = loader.stats["sources"]
     text = "".join(chr(token) if token < 256 else "\n" for token in rows.flatten().tolist())
     begun = Counter(re.findall(r"^\[(\d+):", text, re.MULTILINE))
