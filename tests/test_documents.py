@@ -355,7 +355,7 @@ def test_all_documents_are_reached_from_the_readme():
 
 def test_the_documents_stay_short():
     paths = [path for path in DOCUMENTS if not path.startswith(("tokenizer/", "dev/"))]
-    assert sum(len((ROOT / path).read_text().split()) for path in paths) <= 24_910
+    assert sum(len((ROOT / path).read_text().split()) for path in paths) <= 24_919
 
 
 @pytest.mark.parametrize("line, problem", [
