@@ -72,6 +72,7 @@ class Plan:
         return self.batch_tokens(step) / self.total_batch_size
 
     def tokens(self, begin, end):
+        """Tokens of steps `begin` to `end` - 1."""
         return sum(tokens * (last - first) for first, last, tokens in spans(self.batch_schedule, begin, end))
 
     units = tokens
@@ -82,10 +83,12 @@ class Plan:
                    spans(self.length_schedule, begin, end))
 
     def flops(self, begin, end):
+        """Useful FLOPs of the same steps."""
         return sum(weights.flops_per_token(self.config, length) * self.tokens(first, last)
                    for first, last, length in spans(self.length_schedule, begin, end))
 
     def seq_len(self, step):
+        """Positions of a row in optimizer step `step`, counted from 0."""
         return value_at(self.length_schedule, step)
 
     def rows(self, step):
@@ -94,6 +97,7 @@ class Plan:
 
     @property
     def switches(self):
+        """The steps at which rows become longer."""
         return tuple(first for first, _ in self.length_schedule[1:])
 
     def micro_step_name(self, step):

@@ -46,6 +46,7 @@ class Start(NamedTuple):
         return f"{self.name} ({hashlib.sha256(read_text(self.path / SUMS).encode()).hexdigest()[:12]})"
 
     def load(self):
+        """Returns {name: weight} and the optimizer's {name: tensor}, None if the run does not take it."""
         return load_tensors(self.path, MODEL), load_tensors(self.path, OPTIMIZER) if self.has_optimizer else None
 
     def lane_states(self, data_fingerprint):
