@@ -46,9 +46,16 @@ class Flags:
     timeout_s: int = flag(1800, "the longest time that one kernel may take to compile", at_least=1)
 
 
+@dataclass(frozen=True)
+class Cycles:
+    """Of one layer."""
+    scheduled: float
+    bound: float  # what its products need at the peak rate
+    tiles: float  # what its tiles of scores need
+
+
 def measure(flags, tpu_slice, folder):
-    """Compiles the kernels. Yields of each its name and Schedule, and cycles of a layer: those scheduled, the bound,
-    and those that the tiles of scores need at the peak rate. Raises CompilerError."""
+    """Compiles the kernels. Yields the name of each, its Cycles, and its Schedule. Raises CompilerError."""
     kv_heads = flags.num_heads if flags.num_kv_heads == -1 else flags.num_kv_heads
     window = flags.max_seq_len if flags.window == -1 else flags.window
     sizes = (flags.device_batch_size, flags.max_seq_len, flags.num_heads * HEAD_DIM, kv_heads * HEAD_DIM, window,
@@ -61,7 +68,7 @@ def measure(flags, tpu_slice, folder):
         # The bound counts the pairs that are seen. The tiles also compute the masked scores beside them.
         bound = flops / tpu_slice.tpu.flops_per_cycle
         tiles = declared["flops"] / tpu_slice.tpu.flops_per_cycle
-        yield name, schedule, schedule.cycles_with(tiles, declared["transcendentals"]), bound, tiles
+        yield name, Cycles(schedule.cycles_with(tiles, declared["transcendentals"]), bound, tiles), schedule
 
 
 def main(argv=None):
@@ -71,13 +78,15 @@ def main(argv=None):
         step = 128 if flags.max_seq_len <= MAX_WHOLE else SEGMENT
         raise BadInput(f"--max_seq_len={flags.max_seq_len} is not a multiple of {step}: give one")
     if flags.num_heads % max(flags.num_kv_heads, 1):
-        raise BadInput(f"--num_heads={flags.num_heads} is no multiple of --num_kv_heads={flags.num_kv_heads}: give one")
+        raise BadInput(f"--num_heads={flags.num_heads} is not a multiple of --num_kv_heads={flags.num_kv_heads}: "
+                       "give one")
     require_packages()
     print(f"Mcycles of {flags.layers} layers, and the fraction of each unit's slots in use")
     print(f"{'':>10} {'schedule':>9} {'bound':>8} {'÷ bound':>8} {'tiles':>8} {'empty':>6}  " + "  ".join(UNITS))
     with tempfile.TemporaryDirectory(prefix="bench_kernels_") as folder:
-        for name, schedule, cycles, bound, tiles in measure(flags, tpu_slice, folder):
+        for name, cycles, schedule in measure(flags, tpu_slice, folder):
             mega = flags.layers / 1e6
             uses = "  ".join(f"{schedule.use(unit):{len(unit)}.0%}" for unit in UNITS)
-            print(f"{name:>10} {cycles * mega:9.2f} {bound * mega:8.2f} {cycles / bound:8.2f} {tiles * mega:8.2f} "
+            print(f"{name:>10} {cycles.scheduled * mega:9.2f} {cycles.bound * mega:8.2f} "
+                  f"{cycles.scheduled / cycles.bound:8.2f} {cycles.tiles * mega:8.2f} "
                   f"{schedule.empty_cycles / schedule.cycles:6.1%}  {uses}", flush=True)

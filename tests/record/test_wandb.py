@@ -47,13 +47,13 @@ import sys
 from nanochat.record.metrics import WandbLog
 wandb = WandbLog(id="abcd1234", name="trial", project="nanochat", dir=sys.argv[1])
 for number, step in enumerate((1, 2, 3, 2, 3, 4)):  # WandB has step 3, and the checkpoint is of step 1
-    wandb.log({"step": step, "loss": 7770 + number})
+    wandb.log({"step": step, "loss": 87654320 + number})
 wandb.finish(30)
 """
     run_code(code, tmp_path, WANDB_MODE="offline")
     [file] = tmp_path.glob("wandb/offline-run-*/*.wandb")
-    found = {int(loss) for loss in re.findall(rb"777\d", file.read_bytes())}
-    assert found == set(range(7770, 7776))
+    found = {int(loss) for loss in re.findall(rb"8765432\d", file.read_bytes())}
+    assert found == set(range(87654320, 87654326))
 
 
 def test_wandb_without_a_login_is_one_plain_line(tmp_path):
