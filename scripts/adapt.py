@@ -49,7 +49,7 @@ class Flags:
     val_dir: str | None = flag(None, "its validation shards; default: those of its run", of=data_place)
     epochs: float = flag(6.0, "passes over the project, at most", above=0, at_most=1000)
     minutes: float = flag(8.0, "minutes of training on a CPU, about and at most", above=0)
-    rate: float = flag(0.5, "learning rates, relative to the highest of the first training", above=0, at_most=10)
+    rate: float = flag(0.15, "learning rates, relative to the highest of the first training", above=0, at_most=10)
     device_type: str = flag("auto", "devices to train on, as for base_train; auto: the CPU without a TPU or GPU")
 
 

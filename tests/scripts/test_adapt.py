@@ -71,9 +71,9 @@ def test_an_adapted_run_keeps_the_checkpoints_of_all_evaluations(steps):
     assert record.save_every == record.eval_every and record.keep_checkpoints >= steps // record.save_every
 
 
-def test_an_adapted_run_has_the_batch_and_half_the_rates_of_the_run_before():
+def test_an_adapted_run_has_the_batch_and_lower_rates_than_the_run_before():
     flags = begun_with(total_batch_size=-1, matrix_lr=0.03, num_iterations=20000, fim_rate=0.5, weight_decay=0.0)
-    assert flags.batch.total_batch_size == 8192 and flags.optimizer.matrix_lr == 0.015
+    assert flags.batch.total_batch_size == 8192 and flags.optimizer.matrix_lr == 0.0045
     assert flags.data.fim_rate == 0.5 and flags.optimizer.weight_decay == 0
     # Rates are scaled as for the run's own length: what it was scaled for, what it was to have, or what it has.
     assert flags.optimizer.rate_horizon == 20000
