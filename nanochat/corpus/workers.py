@@ -20,10 +20,16 @@ def worker_pool(workers):
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=end_with_parent,
                              initargs=(os.getpid(),)) as pool:
         def run(function, calls, done):
-            # The processes begin here, and inherit this: Ctrl-C reaches all, and the parent's end is theirs.
+            # The processes begin here, and inherit the mask: Ctrl-C reaches all, and the parent's end is theirs. Here
+            # another thread may take the signal, and Python would raise it in this one while a process begins.
+            held = []
+            handler = signal.signal(signal.SIGINT, lambda *_: held.append(True))
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
             futures = {pool.submit(function, *arguments): i for i, arguments in enumerate(calls)}
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+            signal.signal(signal.SIGINT, handler)
+            if held and callable(handler):
+                handler(signal.SIGINT, None)
             for future in as_completed(futures):
                 done(futures[future], future.result())
 
