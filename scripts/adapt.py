@@ -104,17 +104,17 @@ def count_steps(flags, meta, own, tokenizer):
     return max(EVALUATIONS, round(steps))
 
 
-def training_flags(flags, path, meta, steps, folder, old):
+def training_flags(flags, path, meta, steps, folder):
     """Returns the flags of base_train, for so many steps from the checkpoint at `path`, which has the Meta. folder: of
-    the mixture and the project's text; old: as from old_data."""
+    the mixture and the project's text."""
     every = max(1, steps // EVALUATIONS)
     horizon = next(n for n in (meta.flags.get("rate_horizon", -1), meta.flags["num_iterations"], meta.step) if n > 0)
     device_type = resolve_inference_device_type(flags.device_type)
     found = [f"--run={flags.run}", f"--init_from={path}", "--init_optimizer", f"--data_mix={folder / 'mix.toml'}",
-             f"--val_dir=own={folder / 'own' / 'val'},old={old['val']}", f"--num_iterations={steps}",
-             f"--rate_horizon={horizon}", "--warmdown_ratio=1", f"--total_batch_size={meta.batch_schedule[0][1]}",
-             f"--eval_every={every}", f"--eval_tokens={EVAL_TOKENS}", "--sample_every=-1", f"--save_every={every}",
-             f"--keep_checkpoints={2 * EVALUATIONS}", f"--device_type={device_type}"]
+             f"--num_iterations={steps}", f"--rate_horizon={horizon}", "--warmdown_ratio=1",
+             f"--total_batch_size={meta.batch_schedule[0][1]}", f"--eval_every={every}", f"--eval_tokens={EVAL_TOKENS}",
+             "--sample_every=-1", f"--save_every={every}", f"--keep_checkpoints={2 * EVALUATIONS}",
+             f"--device_type={device_type}"]
     # Each lane reads other files from their first line on. So few lanes see whole files in a short training, and many
     # would see beginnings, mostly licences.
     found.append(f"--num_lanes={expected_world_size(device_type)}")
@@ -161,10 +161,18 @@ def adapt(flags, path, meta, old, folder, metrics):
     divide(open_shards(sorted((folder / "project" / "val").glob("*.parquet"))), folder / "own")
     own = open_shards([folder / "own" / "train" / "shard_00000.parquet"])
     steps = count_steps(flags, meta, Source("own", "", shards=own), load_tokenizer(meta.flags.get("tokenizer_dir")))
-    old_dir = json.dumps(old["train"], ensure_ascii=False)
-    (folder / "mix.toml").write_text(f'[sources.own]\ndir = "own/train"\nweight = 1\n[sources.old]\ndir = {old_dir}\n'
-                                     "weight = 1\n", encoding="utf-8")
-    train("scripts.base_train", training_flags(flags, path, meta, steps, folder, old), metrics)
+    old_dir, old_val = (json.dumps(old[split], ensure_ascii=False) for split in ("train", "val"))
+    (folder / "mix.toml").write_text(f'''
+[sources.own]
+dir = "own/train"
+val = "own/val"
+weight = 1
+[sources.old]
+dir = {old_dir}
+val = {old_val}
+weight = 1
+''', encoding="utf-8")
+    train("scripts.base_train", training_flags(flags, path, meta, steps, folder), metrics)
     found = evaluations(metrics)
     best = min(found, key=found.get)
     for name, before, now in zip(("its held-out files", "the old validation text"), found[0], found[best], strict=True):

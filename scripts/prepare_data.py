@@ -12,8 +12,18 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from nanochat import common
-from nanochat.common import BadInput, expand_path, flag, get_base_dir, not_empty, require_writable_dir
+from nanochat.common import (
+    BadInput,
+    expand_path,
+    flag,
+    get_base_dir,
+    is_disk_full,
+    locked,
+    not_empty,
+    read_flags,
+    require_writable_dir,
+    run_script,
+)
 from nanochat.corpus.build import CorpusFlags, Excluded, names, prepare
 from nanochat.corpus.debian import check_names, debian_sources
 from nanochat.corpus.manifest import MANIFEST, TRAIN_DIR, VAL_DIR
@@ -33,7 +43,8 @@ class SourceFlags:
     text_column: str | None = flag(None, "column of the tables' text; default: text, content, code, contents or "
                                    "source_code", of=not_empty)
     where: str = flag("", "which rows of the tables, such as 'score >= 3 and language == \"C++\"'", of=not_empty)
-    projects_dir: Path | None = flag(None, "folder whose subfolders and tarballs are projects", of=expand_path)
+    projects_dir: Path | None = flag(None, "every subdirectory and tarball of this directory is a project",
+                                     of=expand_path)
     debian_source: list = flag((), "names of source packages of Debian or Ubuntu, separated by commas", of=names)
     installed_headers: bool = flag(False, "the headers that pyarrow and torch install")
 
@@ -42,10 +53,12 @@ class SourceFlags:
 class PlaceFlags:
     out_dir: Path | None = flag(None, f"directory for {TRAIN_DIR}/, {VAL_DIR}/ and {MANIFEST}; default: "
                                 "$NANOCHAT_BASE_DIR/parquet", of=expand_path)
-    cache_dir: Path | None = flag(None, "for downloads; default: $NANOCHAT_BASE_DIR/downloads", of=expand_path)
+    cache_dir: Path | None = flag(None, "directory for downloads; default: $NANOCHAT_BASE_DIR/downloads",
+                                  of=expand_path)
     workers: int = flag(-1, "number of processes; -1: one per core, 8 at most, or all of a cluster", at_least=1,
                         at_most=1000, unset=-1)
-    engine: str = flag("local", "work on this machine, or on a Ray cluster", choices=("local", "ray"))
+    engine: str = flag("local", "where the work is done: by processes of this machine, or on a Ray cluster",
+                       choices=("local", "ray"))
     ray_address: str | None = flag(None, "HOST:PORT of the Ray cluster, auto (this machine's) or local (start one "
                                    "here); default: $RAY_ADDRESS")
     ray_open: bool = flag(False, "use a Ray cluster that asks for no token; anyone on its network can run code there")
@@ -99,7 +112,7 @@ def choose_engine(places):
 
 
 def main(argv=None):
-    sources, flags, places = common.read_flags(argv, __doc__, {
+    sources, flags, places = read_flags(argv, __doc__, {
         SourceFlags: "sources, in any combination", CorpusFlags: "the corpus", PlaceFlags: "directories and processes"})
     if flags.eval_only and flags.val_projects:
         raise BadInput("--val_projects and --eval_only exclude each other: an evaluation corpus has no training part")
@@ -112,16 +125,19 @@ def main(argv=None):
     engine = choose_engine(places)
     busy = f"another prepare_data is writing to {out_dir}: wait for it or choose another --out_dir"
     try:
-        with common.locked(out_dir / LOCK_FILE, busy):
+        with locked(out_dir / LOCK_FILE, busy):
             found = find_sources(sources, flags.eval_only, cache_dir)
             check_apart(found, sources, out_dir)
             prepare(found, flags, excluded, engine, out_dir)
     except BrokenProcessPool:
-        raise BadInput("a worker process was killed, perhaps because memory ran out: give fewer --workers") from None
+        raise BadInput("a worker process was killed, perhaps because memory ran out: give fewer --workers and run the "
+                       "same command again, which resumes") from None
     except OSError as error:
-        what = f"the disk is full ({error}): free some space" if common.is_disk_full(error) else f"{error}: mend this"
-        raise BadInput(f"{what} and run the same command again, which resumes") from None
+        if is_disk_full(error):
+            raise BadInput(f"the disk is full ({error}): free some space and run the same command again, which "
+                           "resumes") from None
+        raise BadInput(f"{error}: mend this and run the same command again, which resumes") from None
 
 
 if __name__ == "__main__":
-    common.run_script(main)
+    run_script(main)

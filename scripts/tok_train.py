@@ -37,8 +37,10 @@ PATTERN = "|".join((
 
 @dataclass(frozen=True)
 class Flags(TextFlags):
-    out_dir: Path | None = flag(None, "of the tokenizer; default: $NANOCHAT_BASE_DIR/tokenizer", of=expand_path)
-    vocab_size: int = flag(65536, "tokens, special ones included", at_least=256 + len(SPECIAL_TOKENS), at_most=2**24)
+    out_dir: Path | None = flag(None, "directory for the tokenizer; default: $NANOCHAT_BASE_DIR/tokenizer",
+                                of=expand_path)
+    vocab_size: int = flag(65536, "number of tokens, special tokens included", at_least=256 + len(SPECIAL_TOKENS),
+                           at_most=2**24)
     max_bytes: int = flag(2_000_000_000, "bytes of text to train on, at most", at_least=1)
     max_bytes_per_source: int = flag(40_000_000, "bytes of text of one source, at most", at_least=1)
     pattern: str = flag(PATTERN, "regular expression that splits text into pieces")
@@ -95,8 +97,8 @@ def main(argv=None):
     (flags,) = read_flags(argv, __doc__, {Flags: "flags"})
     out_dir = flags.out_dir or get_base_dir() / "tokenizer"
     if there := sorted(path.name for path in out_dir.glob("[!.]*")):
-        raise BadInput(f"{out_dir} is not empty (it holds {there[0]} …), and checkpoints may need a tokenizer in it: "
-                       "name another --out_dir")
+        raise BadInput(f"{out_dir} is not empty (it holds {there[0]}{' …' if there[1:] else ''}), and checkpoints may "
+                       "need a tokenizer in it: name another --out_dir")
     check_pattern(flags.pattern)
     shards = open_text(flags)
     require_files(shards, "training a tokenizer")

@@ -146,4 +146,5 @@ def require_same_flags(trial):
             changed.append(f"{name} {saved[name]} -> {value}")
     if changed or not saved:
         raise BadInput(f"{trial.directory} belongs to a run with other flags or data "
-                       f"({', '.join(changed) or 'not of a table'}): rename the variant, or delete that folder")
+                       f"({', '.join(changed) or 'not of a table'}): give it the old values, rename the "
+                       "variant or the table, or delete that folder")

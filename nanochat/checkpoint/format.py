@@ -49,6 +49,7 @@ def partial_dir(run_dir, step):
 
 
 def step_of(path):
+    """Returns the step of a checkpoint's path or name."""
     return int(re.match(r"step_(\d+)", Path(path).name)[1])
 
 
@@ -59,6 +60,7 @@ def list_checkpoints(run_dir):
 
 
 def latest(run_dir):
+    """Returns the path of a run's newest checkpoint, or None."""
     paths = list_checkpoints(run_dir)
     return paths[-1] if paths else None
 
@@ -142,6 +144,7 @@ def tensor_files(path, kind):
 
 
 def read_text(path):
+    """Returns the text of a checkpoint's file. Raises OSError."""
     require_file(path)
     return path.read_text(errors="replace")
 

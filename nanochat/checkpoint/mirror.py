@@ -47,7 +47,8 @@ _UNREACHABLE = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.
 
 
 def run_mirror(place, run, kept):
-    """Returns the Mirror of a run for the value `place` of --checkpoint_mirror. Raises BadInput."""
+    """Returns the Mirror of a run for the value `place` of --checkpoint_mirror. Raises BadInput if that is neither
+    gs://BUCKET/… nor a path."""
     if re.match(r"gs://[^/]", place):
         return Mirror(f"{place.rstrip('/')}/{run}", kept)
     if not place or re.match(r"[A-Za-z][A-Za-z0-9+.-]*:", place):
@@ -87,7 +88,8 @@ class Mirror:
         self._copy([path / SUMS], f"{self.url}/{name}")
 
     def prune(self, newest):
-        """Deletes older copies than `newest`, a name, that need not stay, and incomplete ones."""
+        """Deletes what the copy `newest`, a name, makes superfluous: older copies and incomplete ones. Copies of later
+        steps stay."""
         copies = {name: files for name, files in self._copies().items() if step_of(name) <= step_of(newest)}
         whole = [name for name, files in copies.items() if is_whole(files) and not name.endswith(ROUNDED)]
         staying = set(whole) - set(self.kept.outdated(whole))
@@ -209,7 +211,8 @@ def _within(timeout_s, function, *args):
 
 
 def patiently(url, function):
-    """Returns function(), which uses the mirror at `url`. Retries after an Outage, for OUTAGE_S seconds."""
+    """Returns function(), which uses the mirror at `url`. Retries while it raises Outage, for OUTAGE_S seconds, and
+    raises Outage after them."""
     deadline = time.monotonic() + OUTAGE_S
     while True:
         try:
@@ -243,11 +246,13 @@ class MirrorState:
             unfinished.write_text(json.dumps(asdict(self)) + "\n")
 
     def saved(self, name):
+        """Notes that the checkpoint `name` is on this machine's disk."""
         self.newest_saved = name
         if name != self.newest_copied and not self.behind_since:
             self.behind_since = time.time()
 
     def copied(self, name):
+        """Notes that the checkpoint `name` is in the mirror."""
         self.newest_copied = name
         self.error = None
         if name == self.newest_saved:
@@ -273,7 +278,8 @@ class Uploader:
         threading.Thread(target=self._work, name="mirror", daemon=True).start()
 
     def upload(self, path):
-        """Copies the checkpoint at `path` in the background, instead of a waiting one, unless the mirror has it."""
+        """Copies the checkpoint at `path` in the background, unless it is the newest in the mirror already. Replaces a
+        waiting one."""
         with self._condition:
             self._state.saved(path.name)
             if self._state.behind_since:

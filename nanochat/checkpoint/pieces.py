@@ -37,12 +37,14 @@ class Checkpoint:
 
 
 def load_checkpoint(path):
+    """Returns the Checkpoint at `path`, with memory-mapped tensors."""
     path = Path(path)
     return Checkpoint(path, load_meta(path), load_tensors(path, MODEL), load_tensors(path, OPTIMIZER),
                       load_lane_states(path))
 
 
 def load_lane_states(path):
+    """Returns {lane: its state} of the checkpoint at `path`."""
     return {int(lane): state for lane, state in json.loads((path / LANES).read_text()).items()}
 
 
@@ -66,6 +68,7 @@ def state_bytes(*states):
 
 
 def is_whole(names):
+    """Returns whether a set of file names is that of a whole checkpoint."""
     return {LANES, META, SUMS} <= names and _has_tensors(names, MODEL) and _has_tensors(names, OPTIMIZER)
 
 

@@ -104,6 +104,7 @@ def write_part(run_dir, step, layout, model_state, optimizer_state):
 
 
 def require_finite(model_state):
+    """Raises NotFinite unless all weights, {name: tensor}, are finite."""
     if not all(tensor.isfinite().all() for tensor in model_state.values()):
         raise NotFinite
 

@@ -29,7 +29,8 @@ class CorpusFlags:
     val_projects: list = flag((), "hold out these projects instead, separated by commas", of=names)
     exclude_problems: list = flag((), "drop documents that contain prompts of these problems: files, or own, "
                                   "separated by commas; own: the project's", of=names)
-    filters: list = flag((), "drop documents by these filters, with commas, or all; docs/data.md", of=parse_filters)
+    filters: list = flag((), "drop documents by these filters, separated by commas, or all; docs/data.md",
+                         of=parse_filters)
     licences: str = flag("any", "keep documents of these licences", choices=("any", "permissive"))
     eval_only: bool = flag(False, f"make an evaluation corpus: only {VAL_DIR}/")
     pack: str = flag("file", "what a document is: a file; a project's files in include order; or, for --fim_context, "
@@ -196,7 +197,8 @@ def scan_all(sources, options, scans_dir, run):
 
 
 def split_projects(sources, stats, flags):
-    """Returns the names of the held-out projects, and prints those that nobody named. Raises BadInput."""
+    """Returns the names of the held-out projects, and prints those that nobody named. Raises BadInput if a side would
+    be empty."""
     bytes_by_project = Counter()
     for source, stat in zip(sources, stats, strict=True):
         if stat["documents"]:

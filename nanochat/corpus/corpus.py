@@ -111,7 +111,8 @@ def write_shard(path, parts, how="file"):
     if how != "file":
         schema = schema.with_metadata({PACK: how})
     table = table.select(schema.names).replace_schema_metadata(schema.metadata)
-    scan.write_parquet(path, table.take(order), size)
+    row_groups = (table.take(order[start:start + size]) for start in range(0, len(order), size))
+    scan.write_parquet(path, schema, row_groups)
     return describe_shard(path)
 
 

@@ -19,12 +19,13 @@ NUM_PERMUTATIONS, VALUES_PER_BAND = 128, 8  # 16 bands: pairs of similarity 0.8 
 NEAR_DUPLICATE_SIMILARITY = 0.8  # estimated Jaccard similarity of the sets of 5-word sequences
 CHUNK_DOCUMENTS, PART_KEYS = 100_000, 2_000_000  # of one task: 50 MB of signatures, 32 MB of keys
 COMPARED_AT_ONCE = 65536  # pairs of signatures: 64 MB
-KINDS = 1 + NUM_PERMUTATIONS // VALUES_PER_BAND  # of keys: of the text, and of each band
 
 
 def signature(data):
-    """Returns the MinHash signature of the set of all sequences of 5 words, as 4 * NUM_PERMUTATIONS bytes. Punctuation
-    and white space are ignored. MinHash: Broder, "On the resemblance and containment of documents", 1997."""
+    """Returns the MinHash signature of the set of all sequences of 5 words, as 4 * NUM_PERMUTATIONS bytes.
+
+    Punctuation and white space are ignored. MinHash: Broder, "On the resemblance and containment of documents", 1997.
+    """
     words = re.findall(rb"\w+", data)
     minhash = RMinHash(NUM_PERMUTATIONS, 0)
     sequences = [b" ".join(five) for five in zip(*(words[i:] for i in range(5)), strict=False)]
@@ -74,9 +75,19 @@ def band_hashes(signatures):
 # The files of the shuffle
 
 _FIRST = pa.field("first", pa.int64())  # number of a document in the whole index, as everywhere below
+_KEYS = pa.schema([pa.field("key", pa.uint64()), _FIRST])
 _FIRSTS = pa.schema([_FIRST])
 _PAIRS = pa.schema([pa.field("document", pa.int64()), pa.field("sent", pa.int32()), _FIRST])
 _SENT = pa.schema([pa.field("signature", pa.binary(4 * NUM_PERMUTATIONS))])
+
+
+@dataclass(frozen=True)
+class ChunkKeys:
+    """The keys of one kind, the text or a band, of the N documents of a chunk, K of which differ."""
+    key: np.ndarray  # (K,) sorted by their part
+    first: np.ndarray  # (K,) number in the chunk of the first document that has each
+    place: np.ndarray  # (N,) where each document's key stands in `key`
+    bounds: np.ndarray  # (cuts + 1,) of the parts in `key`
 
 
 @dataclass(frozen=True)
@@ -84,23 +95,30 @@ class Shuffle:
     """The files of a shuffle. The same chunks and parts have the same files, so a task that ended is not done again."""
     folder: Path
     starts: np.ndarray  # (chunks + 1,) number of the first document of each chunk, and of all documents
-    cuts: int  # parts into which the keys of a kind, of the texts or of a band, are cut
+    cuts: int  # parts into which the keys of a kind are cut
+
+    @property
+    def num_parts(self):
+        return (1 + NUM_PERMUTATIONS // VALUES_PER_BAND) * self.cuts
 
     def paths(self, kind):
         """Returns the paths of the files `kind` of all chunks, or of all parts for "firsts"."""
-        count = KINDS * self.cuts if kind == "firsts" else len(self.starts) - 1
+        count = self.num_parts if kind == "firsts" else len(self.starts) - 1
         return [self.folder / f"{kind}_{number:06d}" for number in range(count)]
 
-    def keys(self, chunk):
-        """Returns the keys of the N documents of a chunk, (KINDS, N) uint64."""
-        return np.memmap(self.paths("keys")[chunk], np.uint64, "r").reshape(KINDS, -1)
-
-    def in_part(self, keys, part):
-        """Returns the numbers of the documents of a chunk whose keys belong to a part. keys: (KINDS, N)."""
-        kind, cut = divmod(part, self.cuts)
-        # The high bits choose the part. In a sum of products the low bits depend on the factors' low bits alone, and
-        # the high bits on all of them.
-        return np.flatnonzero((keys[kind] >> np.uint64(33)) % np.uint64(self.cuts) == cut)
+    def chunk_keys(self, keys, signatures):
+        """Yields the ChunkKeys of each kind, for documents with these keys of their texts (N,) and signatures."""
+        for keys_of_kind in (keys, *band_hashes(signatures)):
+            unique, first, group = np.unique(keys_of_kind, return_index=True, return_inverse=True)
+            # The part is chosen by the high bits. In a sum of products the low bits depend on the factors' low bits
+            # alone, and the high bits on all of them.
+            part = (unique >> np.uint64(33)) % np.uint64(self.cuts)
+            order = np.argsort(part, kind="stable")
+            place = np.empty_like(order)
+            # The inverse of `order`: where each key stands once the keys are sorted by part.
+            place[order] = np.arange(len(order))
+            bounds = np.searchsorted(part[order], np.arange(self.cuts + 1, dtype=np.uint64))
+            yield ChunkKeys(unique[order], first[order], place[group], bounds)
 
 
 def _write_batches(path, schema, batches):
@@ -132,8 +150,9 @@ def _to_numpy(column):
 
 # The rounds of tasks, which read and write files of one shared folder, so that no process holds more than a part
 #
-# 1. write_keys       each chunk of documents writes its keys, one of the text and one of each band of the signature.
-# 2. write_firsts     each part, the keys of a kind that lie in a range, finds the first document of all that has each.
+# 1. write_keys       each chunk of documents writes its keys, one of the text and one of each band of the signature,
+#                     and the first document that has each. They are cut into parts by the key.
+# 2. write_firsts     each part finds the first document of all that has each of its keys.
 # 3. write_pairs      each chunk sends those of its documents that have an earlier one, with their signatures, to the
 #                     chunk that has that one.
 # 4. write_near       each chunk compares the received signatures with its own.
@@ -141,9 +160,11 @@ def _to_numpy(column):
 
 def find_duplicates(index, folder, run, done, chunk_documents=CHUNK_DOCUMENTS, part_keys=PART_KEYS):
     """Returns two (N,) bool arrays: the documents equal to an earlier one in the Index, and those similar to one.
+
     folder: for files, of about 0.3 kB per document and 0.6 kB per pair that is compared. run: as worker_pool yields it,
     here or on other machines that see the folder. done(fraction): is called after each task, with its part of the whole
-    work."""
+    work.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     num_documents = np.bincount(index.run)
     ends = np.cumsum(num_documents)
@@ -154,7 +175,7 @@ def find_duplicates(index, folder, run, done, chunk_documents=CHUNK_DOCUMENTS, p
     chunks = []
     for number, (begin, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
         chunks.append((shuffle, number, index.runs[begin:end]))
-    parts = [(shuffle, part) for part in range(KINDS * shuffle.cuts)]
+    parts = [(shuffle, part) for part in range(shuffle.num_parts)]
     rounds = ((write_keys, chunks), (write_firsts, parts), (write_pairs, chunks), (write_near, chunks))
     # Each round reads files of all tasks of the round before, so it begins when these have ended.
     for task, calls in rounds:
@@ -167,31 +188,32 @@ def find_duplicates(index, folder, run, done, chunk_documents=CHUNK_DOCUMENTS, p
 
 
 def write_keys(shuffle, chunk, runs):
-    """Writes the keys of a chunk, whose documents are in `runs`."""
+    """Writes the file keys of a chunk, whose documents are in `runs`: a batch for each part."""
     path = shuffle.paths("keys")[chunk]
     if path.exists():
         return
-    keys = [load_index(runs).key, *band_hashes(load_signatures(runs))]
-    with whole_file(path) as file:
-        file.write(np.stack(keys).tobytes())
+    batches = []
+    for keys in shuffle.chunk_keys(load_index(runs).key, load_signatures(runs)):
+        for begin, end in zip(keys.bounds, keys.bounds[1:], strict=False):
+            batches.append((keys.key[begin:end], keys.first[begin:end] + shuffle.starts[chunk]))
+    _write_batches(path, _KEYS, batches)
 
 
 def write_firsts(shuffle, part):
-    """Writes the file firsts of a part: for each chunk a batch of the first document of all with each of its keys."""
+    """Writes the file firsts of a part: for each chunk a batch, beside its keys, of the first document of all."""
     path = shuffle.paths("firsts")[part]
     if path.exists():
         return
     keys = []
     numbers = []
-    for chunk, start in enumerate(shuffle.starts[:-1]):
-        keys_of_chunk = shuffle.keys(chunk)
-        chosen = shuffle.in_part(keys_of_chunk, part)
-        keys.append(keys_of_chunk[part // shuffle.cuts, chosen])
-        numbers.append(chosen + start)
+    for file in shuffle.paths("keys"):
+        keys_of_chunk, firsts_of_chunk = _read_batch(file, part)
+        keys.append(keys_of_chunk)
+        numbers.append(firsts_of_chunk)
     # The chunks are in the order of their documents, so the first that has a key has the first document.
     _, first, group = np.unique(np.concatenate(keys), return_index=True, return_inverse=True)
     firsts = np.concatenate(numbers)[first][group]
-    ends = np.cumsum(list(map(len, keys)))
+    ends = np.cumsum([len(keys_of_chunk) for keys_of_chunk in keys])
     _write_batches(path, _FIRSTS, ((firsts_of_chunk,) for firsts_of_chunk in np.split(firsts, ends[:-1])))
 
 
@@ -203,11 +225,11 @@ def write_pairs(shuffle, chunk, runs):
         return
     signatures = load_signatures(runs)
     own = np.arange(len(signatures)) + shuffle.starts[chunk]
-    keys = shuffle.keys(chunk)
-    earliest = np.empty(keys.shape, np.int64)  # the first document of all with the same key
-    for part, file in enumerate(shuffle.paths("firsts")):
-        [firsts] = _read_batch(file, chunk)
-        earliest[part // shuffle.cuts, shuffle.in_part(keys, part)] = firsts
+    files = shuffle.paths("firsts")
+    earliest = []  # for each kind: the first document of all with the same key, (N,)
+    for kind, keys in enumerate(shuffle.chunk_keys(load_index(runs).key, signatures)):
+        parts = files[kind * shuffle.cuts:(kind + 1) * shuffle.cuts]
+        earliest.append(np.concatenate([_read_batch(file, chunk)[0] for file in parts])[keys.place])
     # The first kind is the key of the text, which needs no comparison. All others are bands.
     exact = earliest[0] != own
     pairs = []

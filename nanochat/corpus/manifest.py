@@ -66,8 +66,10 @@ def holds(out_dir, identity):
         return True
     # If both folders are empty, the shards were moved away on purpose: the corpus is made again.
     if any(map(Path.is_file, [*out_dir.glob(f"{TRAIN_DIR}/*"), *out_dir.glob(f"{VAL_DIR}/*")])):
+        more = " …" if len(missing) > 3 else ""
         raise BadInput(f"{out_dir} holds this corpus, but {len(missing)} of its shards are missing or damaged "
-                       f"({', '.join(missing[:3])} …): move {TRAIN_DIR}/ and {VAL_DIR}/ away, and start again")
+                       f"({', '.join(missing[:3])}{more}): move {TRAIN_DIR}/ and {VAL_DIR}/ away and run the same "
+                       "command again, which makes them")
     return False
 
 

@@ -55,11 +55,13 @@ def find_address(address):
         return address
     host, _, port = address.rpartition(":")
     if not host or "/" in host or not (port.isascii() and port.isdigit() and 1024 <= int(port[:6]) < 65536):
-        raise BadInput(f"{name}={address} is not HOST:PORT, auto or local; ray:// is not supported: run this on a node")
+        raise BadInput(f"{name}={address} is not HOST:PORT, auto or local; ray:// is not supported: run this "
+                       "command on a node of the cluster")
     try:
         socket.create_connection((host, int(port)), timeout=10).close()
     except (OSError, UnicodeError) as error:
-        raise BadInput(f"{name}={address}: nothing answers there ({error}): is the cluster running?") from None
+        raise BadInput(f"{name}={address}: nothing answers there ({error}): check the address, and that the "
+                       "cluster runs") from None
     return address
 
 
@@ -97,7 +99,8 @@ def _try_to_connect(address, env):
         tried = subprocess.run([sys.executable, "-c", _CONNECT], input=address, capture_output=True, text=True,
                                timeout=CONNECT_S, env=os.environ | env)
     except subprocess.TimeoutExpired:
-        raise BadInput(f"{address}: no Ray cluster answered in {CONNECT_S} s: is this machine a node of it?") from None
+        raise BadInput(f"{address}: no Ray cluster answered in {CONNECT_S} s: check the address, and that this machine "
+                       "is a node of the cluster") from None
     if not tried.returncode:
         return ""
     if "InvalidAuthToken" in tried.stderr:
@@ -142,7 +145,8 @@ class RayRun:
         if nodes := self.look():
             return nodes
         raise BadInput(f"no node of the cluster has a core and the {self.task_bytes / 1e6:.0f} MB that a task needs "
-                       f"({len(self.alive)} nodes are there): add larger nodes, or give a smaller --shard_bytes")
+                       f"({len(self.alive)} nodes are there): add nodes, start them with more --memory, or give a "
+                       "smaller --shard_bytes and --max_file_bytes")
 
     def check(self, folder, sources):
         """Raises BadInput unless each node has this machine's versions and sees `folder` and the Sources as it does."""
@@ -191,7 +195,8 @@ class RayRun:
         except self.ray.exceptions.RayTaskError as error:
             problem = f"{error.cause}"
             if not isinstance(error.cause, BadInput):
-                problem = f"it cannot run this program ({error.cause!r}): install the same version, with '.[data,ray]'"
+                problem = (f"it cannot run this program ({_last_line(error.cause)}): install the same version there, "
+                           "with '.[data,ray]'")
         except self.ray.exceptions.RayError as error:
             print(f"node {_name(node)} has lost a worker ({_first_line(error)})", flush=True)
             return False
@@ -233,7 +238,8 @@ class RayRun:
                 if now - room > NO_ROOM_S:
                     self.require_room()
                 if now - ended > STALL_S:
-                    raise BadInput(f"no task ended in {STALL_S // 3600} hours: look at the nodes and their disks")
+                    raise BadInput(f"no task ended in {STALL_S // 3600} hours: look at the nodes and their disks, and "
+                                   "run the same command again, which resumes")
         except BaseException:
             for reference in running:
                 self.ray.cancel(reference, force=True)
@@ -250,7 +256,8 @@ class RayRun:
     def _again(self, function, tries, error):
         if tries == TRIES:
             raise BadInput(f"a task ({function.__name__}) was lost {TRIES} times, perhaps because memory ran out "
-                           f"({_first_line(error)}): give the nodes more")
+                           f"({_first_line(error)}): give the nodes more, and run the same command again, which "
+                           "resumes")
         self.repeated += 1
         print(f"a task ({function.__name__}) was lost with its worker or node: try {tries + 1} of {TRIES}", flush=True)
 
@@ -265,6 +272,10 @@ class RayRun:
 
 def _first_line(error):
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _last_line(error):
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1]
 
 
 def _name(node):

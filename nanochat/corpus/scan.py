@@ -206,10 +206,12 @@ class ScanOptions:
 
 def scan(source, scans_dir, options):
     """Reads `source`, writes its runs, and returns their directory. A source that has been scanned is not read again.
+
     Besides run_*.parquet, and run_*_val.parquet for held-out documents of a table, the directory holds stats.json: the
     numbers of files, of documents and bytes kept, of files dropped for each reason, of documents under each licence,
     and of the held-out ones among them; and examples.json, what filters dropped and just kept. Raises BadInput if the
-    source cannot be read."""
+    source cannot be read.
+    """
     identity = json.dumps([RECIPE, source.identity(), options.identity()])
     finished = Path(scans_dir, hashlib.blake2b(identity.encode(), digest_size=12).hexdigest())
     if finished.exists():
@@ -338,12 +340,16 @@ def key_of(text, seed):
 def write_run(path, schema, documents):
     """Writes a list of documents, dicts with the columns of `schema`, sorted by their key."""
     documents.sort(key=lambda document: document["key"])
-    write_parquet(path, pa.Table.from_pylist(documents, schema), RUN_ROW_GROUP_DOCUMENTS, compression_level=1)
+    row_groups = (pa.Table.from_pylist(documents[start:start + RUN_ROW_GROUP_DOCUMENTS], schema)
+                  for start in range(0, len(documents), RUN_ROW_GROUP_DOCUMENTS))
+    write_parquet(path, schema, row_groups, compression_level=1)
 
 
-def write_parquet(path, table, row_group_size, compression_level=None):
-    """Writes a table with so many rows in each row group. `path` appears once the file is whole."""
+def write_parquet(path, schema, row_groups, compression_level=None):
+    """Writes a parquet file with a row group for each of these tables. `path` appears once the file is whole."""
     # shards.py verifies the checksums of the pages.
-    with whole_file(path) as file:
-        pq.write_table(table, file, row_group_size, compression="zstd", compression_level=compression_level,
-                       use_dictionary=["source", "licence"], write_statistics=False, write_page_checksum=True)
+    with whole_file(path) as file, pq.ParquetWriter(
+            file, schema, compression="zstd", compression_level=compression_level,
+            use_dictionary=["source", "licence"], write_statistics=False, write_page_checksum=True) as writer:
+        for table in row_groups:
+            writer.write_table(table)

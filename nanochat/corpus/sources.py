@@ -304,4 +304,5 @@ def check_unchanged(source):
     with readable():
         if source.fingerprint and _fingerprint(paths)[1] != source.fingerprint:
             raise BadInput(f"{source.directory or source.archives[0]} has changed since the command began, or another "
-                           "machine of the cluster sees other files there: put it where all machines share it")
+                           "machine of the cluster sees other files there: run the same command again, or put the "
+                           "sources where all machines share them")

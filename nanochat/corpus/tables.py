@@ -175,7 +175,8 @@ def _check_text(path, schema, name):
     if pa.types.is_dictionary(kind):
         kind = kind.value_type
     if kind not in (*_STRINGS, pa.binary(), pa.large_binary(), pa.binary_view(), pa.null()):
-        raise BadInput(f"{path}: its column {name} holds {kind}, not text: name another --text_column")
+        raise BadInput(f"{path}: its column {name} holds {kind}, not text: name another --text_column, of "
+                       f"{', '.join(schema.names)}")
 
 
 def _partitions(files):

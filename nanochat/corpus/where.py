@@ -70,7 +70,8 @@ def _parse(text):
         return ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         reason = getattr(error, "msg", error)
-        raise BadInput(f"--where={text} cannot be read ({reason}): write conditions such as score >= 3") from None
+        raise BadInput(f"--where={text} cannot be read ({reason}): write conditions such as score >= 3 and language == "
+                       '"C++"') from None
 
 
 def _condition(node, schema):

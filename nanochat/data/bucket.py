@@ -50,7 +50,8 @@ TRIES = 5  # to open a part; more than two only if the cache is so small that ot
 
 
 def data_place(text):
-    """Returns the value of a flag that names a folder of data, in a bucket or here. Raises BadInput."""
+    """Returns the value of a flag that names a folder of data, in a bucket or on this machine. Raises BadInput if it is
+    neither."""
     if re.match(r"gs://[a-z0-9][a-z0-9._-]*(/|$)", text) and text.isprintable():
         return text.rstrip("/")
     if re.match(r"gs:|gs//|[a-z][a-z0-9+.-]*:/", text, re.IGNORECASE):
@@ -142,6 +143,7 @@ class BucketFile:
         return self._open(begin, min(end + PADDING_BYTES, self.stored.size)), metadata
 
     def read_ahead(self, row_group, columns):
+        """Fetches columns of a row group in the background."""
         def work():
             with _fetches:
                 # One attempt only: whoever needs the row group will retry, and report what is wrong.

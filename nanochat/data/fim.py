@@ -172,7 +172,8 @@ def draw_context(context, most, below):
 
 
 def last_files(context, most):
-    """Returns the texts of the last files of a `context`, `most` characters in all; the first may lack its end."""
+    """Returns the texts of the last files of a `context`, of `most` characters in all. The end of the first one may be
+    missing."""
     left = most
     texts = []
     for text in reversed(context.split(SEPARATOR)[1:]):
@@ -288,7 +289,8 @@ def find_statement(text, begin):
 
 
 def _code_line(text, position):
-    """Returns where the line of `position` begins, or None for a negative position or in a comment."""
+    """Returns the beginning of the line of `position`, or None if position is negative or the line seems to be inside a
+    comment."""
     if position < 0:
         return None
     first = text.rfind("\n", 0, position) + 1

@@ -70,7 +70,8 @@ class SharedByLanes:
 
 
 class Lane:
-    """Reads, tokenizes and packs the documents of one lane, up to its unit number `num_units`. For one thread."""
+    """Reads, tokenizes and packs the documents of one lane, up to its unit number `num_units`. Only one thread may use
+    it at a time."""
 
     def __init__(self, number, state, shared, row_tokens, num_units=math.inf):
         self.number = number
@@ -183,6 +184,7 @@ class Lane:
             document = 0
 
     def _peek(self):
+        """Returns the next Piece to read, or None at the end of the data."""
         if self._peeked is None:
             self._peeked = next(self._pieces, None)
         return self._peeked

@@ -232,6 +232,7 @@ class DataLoader:
         return counts
 
     def close(self):
+        """Ends the threads. Safe to call twice."""
         self._error = RuntimeError("the loader is closed")
         # Queues that still wait for a worker are dropped, so that each worker ends after its present block.
         while not self._wanted.empty():

@@ -75,6 +75,7 @@ class Mixture(NamedTuple):
 
 
 def read_toml(path):
+    """Returns the table of a TOML file. Raises BadInput."""
     try:
         import tomllib
     except ModuleNotFoundError:  # Python 3.10

@@ -92,6 +92,7 @@ def saved_text_flags(flags):
 
 
 def open_text(flags, split="train"):
+    """Returns the Shards of a split, train or val, that TextFlags name."""
     return open_shards(list_shards(flags.folder(split), split, flags.data_cache_gb), flags.skip_bad_shards)
 
 

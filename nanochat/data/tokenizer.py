@@ -182,10 +182,12 @@ class Tokenizer:
         return hashlib.sha256(self.config_json().encode() + self.vocabulary_lines()).hexdigest()
 
     def vocabulary_lines(self):
+        """Returns the content of `vocabulary.tiktoken`, as bytes."""
         by_rank = sorted(self._ranks.items(), key=lambda item: item[1])
         return b"".join(b"%s %d\n" % (base64.b64encode(token), rank) for token, rank in by_rank)
 
     def config_json(self):
+        """Returns the content of `tokenizer.json`, as text."""
         return json.dumps({"pattern": self.pattern, "special_tokens": self.special_tokens}, indent=2) + "\n"
 
     def save(self, directory):
@@ -196,7 +198,8 @@ class Tokenizer:
 
 
 def _require_no_empty_piece(pattern):
-    """Raises ValueError if a split pattern matches no characters: such a piece ends tiktoken with a panic."""
+    """Raises ValueError if a split pattern is no regular expression, or matches no characters: such a piece ends
+    tiktoken with a panic."""
     # The probe has a token for the empty piece (id 256), so a bad pattern shows as that id and not as a panic.
     ranks = {b"": 256} | {bytes([byte]): byte for byte in range(256)}
     probe = tiktoken.Encoding("probe", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})

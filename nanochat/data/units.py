@@ -52,11 +52,13 @@ class Units:
         return np.argsort(bits, kind="stable")
 
     def get(self, lane, number):
+        """Returns the Unit that `lane` reads as its `number`-th, from 0."""
         # An epoch need not be a multiple of the lanes.
         epoch, index = divmod(number * self.num_lanes + lane, len(self.units))
         return self.units[self._order(epoch)[index]]
 
     def read_ahead(self, lane, number):
+        """Prefetches the row group of a unit from its bucket."""
         unit = self.get(lane, number)
         if (unit.shard.digest, unit.row_group) not in self._kept:
             unit.shard.file.read_ahead(unit.row_group, unit.shard.columns)

@@ -108,6 +108,7 @@ def all_reduce_in_groups(operation, tensor, groups):
 
 
 def place_in_group(groups, device):
+    """Returns this rank's place in its group, int32 ()."""
     # By an exchange: each rank sends the number r to rank r of its group. A constant for each rank would make different
     # programs, whose collectives do not meet.
     return exchange_in_groups(torch.arange(len(groups[0]), dtype=torch.int32, device=device), groups, 0, 0)[0]

@@ -52,6 +52,7 @@ class Mesh:
         return self.data * self.fsdp * self.tensor
 
     def as_dict(self):
+        """Returns {axis: number of chips along it}."""
         return {axis: getattr(self, axis) for axis in AXES}
 
     @property
@@ -65,6 +66,7 @@ class Mesh:
         return self.data * self.fsdp
 
     def reader(self, rank):
+        """Returns the number of a rank among the readers, which all ranks of its group along tensor share."""
         return rank // self.tensor
 
     @property
@@ -77,7 +79,8 @@ class Mesh:
         return rank // (self.fsdp * self.tensor), rank // self.tensor % self.fsdp, rank % self.tensor
 
     def groups(self, axis):
-        """Returns the groups of ranks that differ only in their place along `axis`, [[rank, …], …], in its order."""
+        """Returns the groups of ranks that differ in their place along `axis` only, [[rank, …], …], each in the order
+        of that place."""
         number = AXES.index(axis)
         groups = {}  # places along the other axes -> ranks
         for rank in range(self.chips):

@@ -80,6 +80,7 @@ def prepare_xla_environment(device_type):
 
 
 def prepare_libtpu(device_type):
+    """Sets the options of libtpu for ranks on several chips of a TPU. Call it after prepare_xla_environment."""
     accelerator = tpu.detect_accelerator() if device_type == "tpu" else None
     if accelerator:
         os.environ["LIBTPU_INIT_ARGS"] = tpu.libtpu_init_args(tpu.parse_accelerator(accelerator))
@@ -139,7 +140,8 @@ _this_thread = threading.local()  # ranks on CPU XLA devices are threads of one 
 
 
 def compute_init(device_type, hosts=1):
-    """Starts the runtime for this rank of a run with so many hosts, and returns its Dist."""
+    """Starts the runtime for this rank and returns its Dist. device_type: as resolve_device_type returns it; hosts: of
+    the run."""
     if device_type in ("tpu", "xla"):
         import torch_xla
         import torch_xla.runtime as xr

@@ -201,7 +201,8 @@ def put(stack, index, value, use_from_memory=False):
 
 
 def take_columns(x, index, width):
-    """Returns columns index × width to (index + 1) × width of x, or the last. index: int32 scalar."""
+    """Returns columns index × width to (index + 1) × width of x (…, columns), or the last ones if x has fewer. index:
+    int32 scalar."""
     def build(x, index):
         return x.dynamic_slice(_first_column(x, index, width), [*x.shape().sizes[:-1], width])
 
@@ -307,6 +308,7 @@ def _lower(function, tensors):
 
 
 def wait_for(first, tensors):
-    """Makes the program compute `first` before any use of the list `tensors`, changed in place: no views."""
+    """Makes the program compute `first` before anything that uses `tensors`, a list. Changes all of them in place: pass
+    no views."""
     import torch_xla.core.xla_model as xm
     xm.optimization_barrier_([first, *tensors])

@@ -40,7 +40,8 @@ def read_meta(model):
     if not all(type(size) is int and 0 < size < 2**31 for size in sizes.values()):
         raise BadInput(f"--model={model}: {path} has impossible sizes: {sizes}")
     if letters - {"L", "l"}:
-        raise BadInput(f"--model={model} has attention windows ({found['window_pattern']}), one position too long here")
+        raise BadInput(f"--model={model} has attention windows ({found['window_pattern']}), which nanochat makes a "
+                       "position longer")
     return int(name[1]), GPTConfig(**sizes, **NANOCHAT)
 
 

@@ -13,7 +13,8 @@ def tokenizer_json(tokenizer):
     it puts <|bos|> before the text unless add_special_tokens is False, and encodes the name of a special token as that
     token unless split_special_tokens is True."""
     if not ALIKE.fullmatch(tokenizer.pattern):
-        raise BadInput(f"Hugging Face may read {tokenizer.pattern} differently: give another --tokenizer_dir")
+        raise BadInput(f"Hugging Face's library may read the split pattern {tokenizer.pattern} differently: give "
+                       "another --tokenizer_dir")
     return json.dumps({
         "version": "1.0",
         "truncation": None,

@@ -165,7 +165,7 @@ def problem_of_prompt(name, prompt, tests):
 
 
 def _as_text(data):
-    """Returns bytes as text that can be written again."""
+    """Returns the bytes of a flag or a file as text that can be written again."""
     return data.decode(errors="replace").replace("\r\n", "\n")
 
 

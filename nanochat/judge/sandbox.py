@@ -64,7 +64,7 @@ class Sandbox:
             reason = str(error)
         if reason:
             raise BadInput(f"bubblewrap makes no sandbox here: {reason}; install version 0.8 or newer and enable user "
-                           "namespaces, or give --unsafe")
+                           "namespaces, or take --unsafe, which keeps only the limits")
 
     def run(self, command, limits, files=None, read_only=()):
         """Runs `command` within `limits`, and returns its Result when all its processes have ended. files: {name:

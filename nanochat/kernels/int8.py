@@ -120,7 +120,8 @@ class Linear(torch.autograd.Function):
 
 
 class LinearOfSquare(torch.autograd.Function):
-    """h² · weightᵀ for h (…, in) ≥ 0 and weight (out, in), all of one dtype. h² is kept in 8 bits alone."""
+    """h² · weightᵀ for h (…, in) ≥ 0 and weight (out, in) of one dtype, which is that of the result. h² is kept in 8
+    bits alone."""
 
     @staticmethod
     def forward(ctx, h, weight):

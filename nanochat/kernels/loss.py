@@ -26,6 +26,7 @@ CHUNK_TOKENS = 1024  # tokens whose logits are held at a time: 1024 × 65,536 ×
 
 @dataclass(frozen=True)
 class TeacherTerms:
+    """The teacher's part in the loss."""
     cap: LogitCap  # of its logits
     weight: float  # 0 to 1
     temperature: float
@@ -42,11 +43,13 @@ class Teaching(NamedTuple):
 
 
 def full_cross_entropy(hidden, head, targets, cap):
+    """Returns the losses (N,)."""
     logits = cap(F.linear(hidden, head.to(hidden.dtype)).float())  # (N, V)
     return F.cross_entropy(logits, targets.long(), ignore_index=IGNORE_INDEX, reduction="none")
 
 
 def full_mean_loss(hidden, head, targets, cap, teaching=None):
+    """Returns the mean loss, a scalar."""
     if teaching is None:
         return full_cross_entropy(hidden, head, targets, cap).mean()
     token_losses = TokenLosses(cap, teaching.terms)
@@ -85,6 +88,7 @@ def chunked_cross_entropy(chunk_tokens, hidden, head, targets, cap):
 
 
 def chunked_mean_loss(chunk_tokens, hidden, head, targets, cap, teaching=None):
+    """Returns the mean loss, a scalar."""
     token_losses = TokenLosses(cap, teaching and teaching.terms)
     body = ChunkBody(token_losses, len(hidden))
     return ChunkedLoss.apply(hidden, head, targets, teaching, body, chunk_tokens, WHOLE)

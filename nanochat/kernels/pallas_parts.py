@@ -138,6 +138,7 @@ class Operands(NamedTuple):
     scratch: dict  # {name: (shape, dtype)}
 
     def num_bytes(self):
+        """Returns the bytes that a kernel reads and writes in HBM."""
         total = 0
         for kind, array in (*self.inputs.values(), *self.results.values()):
             shape = array.shape[1:] if kind.endswith("stack") else array.shape
@@ -240,7 +241,8 @@ def forward_scratch(positions, dtype):
 
 
 def backward_scratch(positions, dtype):
-    """The scratch of pallas_short.Scores: operands, (T, 128), or with the suffix _t (128, T), and the norms."""
+    """The scratch of pallas_short.Scores: operands of the products, (T, 128), or (128, T) with the suffix _t, and the
+    norms."""
     rows = positions, HEAD_DIM
     columns = HEAD_DIM, positions
     return {"q_normed": (rows, dtype), "q_t": (columns, dtype),

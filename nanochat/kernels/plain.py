@@ -6,6 +6,7 @@ from nanochat.model.layers import causal_mask
 
 
 def embedding(ids, table, dtype):
+    """See layers.Kernels."""
     return F.embedding(ids, table).to(dtype)
 
 

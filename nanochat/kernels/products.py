@@ -54,9 +54,11 @@ class Plain:
         return h
 
     def squares(self, hidden):
+        """Returns the operand h²."""
         return hidden.square()
 
     def roots(self, hidden):
+        """Returns h."""
         return hidden
 
     # The gradients of linear(x, weight). d is that of its result, (…, out).
@@ -86,9 +88,11 @@ class Plain:
         return {name: None}
 
     def put(self, saved, name, index, operand, use_from_memory=False):
+        """Writes an operand to the slot `index` of its stacks."""
         saved[name] = put(saved[name], index, operand, use_from_memory)
 
     def take(self, saved, name, index):
+        """Returns the operand in the slot `index`."""
         return take(saved[name], index)
 
 

@@ -79,6 +79,7 @@ class Sharding:
     # Along tensor
 
     def sum(self, part):
+        """Returns the sum over the ranks along tensor of each one's `part`."""
         return all_reduce_in_groups("sum", part, self.tensor_groups) if self.tensor_groups else part
 
     def sums(self, *parts):
@@ -90,6 +91,7 @@ class Sharding:
         return all_reduce_in_groups("max", values, self.tensor_groups) if self.tensor_groups else values
 
     def first_row(self, num_rows, device):
+        """Returns the number, int32 (), of the first of this rank's `num_rows` rows of a table."""
         return num_rows * place_in_group(self.tensor_groups, device)
 
     def head(self, part, dtype):
@@ -113,7 +115,8 @@ class Sharding:
         return ids - first_row if self.tensor_groups else ids
 
     def rows_here(self, ids, num_rows):
-        """Returns the ids as numbers of this rank's rows of a table, 0 for others, and whether they are here."""
+        """Returns the ids as numbers of this rank's `num_rows` rows of a table, 0 for other ranks' rows, and whether
+        this rank has them."""
         ids = ids - self.first_row(num_rows, ids.device)
         is_here = (ids >= 0) & (ids < num_rows)
         return torch.where(is_here, ids, 0), is_here

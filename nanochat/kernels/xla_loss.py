@@ -55,6 +55,7 @@ class Embedding(torch.autograd.Function):
 
 
 def cross_entropy(chunk_tokens, sharding, hidden, head, targets, cap):
+    """See layers.Kernels."""
     chunks = [equal_chunks(hidden, chunk_tokens), equal_chunks(targets.long(), chunk_tokens)]
     losses = torch.zeros(chunks[1].shape, device=hidden.device)
     _, (losses,) = loop(_LossBody(cap, sharding), (), chunks, [losses], sharding.head(head, hidden.dtype))

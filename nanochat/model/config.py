@@ -8,6 +8,7 @@ HEAD_DIM = 128  # the TPU's matrix unit is 128 (v5e) or 256 (v6e) wide
 
 
 def in_whole(size, unit):
+    """Returns `size` rounded up to a multiple of `unit`."""
     return -(-size // unit) * unit
 
 
@@ -94,6 +95,7 @@ class GPTConfig:
 
     @property
     def num_values(self):
+        """The number of value embeddings of a token."""
         return {"off": 0, "shared": 1, "own": -(-self.n_layer // 2)}[self.value_embeddings]
 
     def windows(self):
@@ -106,6 +108,7 @@ class GPTConfig:
         return windows
 
     def describe(self):
+        """Returns the architecture in words."""
         windows = "L"
         if any(self.windows()):
             windows = f"{self.window_pattern} (S: {self.short_window:,} positions)"
@@ -148,7 +151,8 @@ def is_given(value):
 
 
 def config_from_flags(given, vocab_size):
-    """Returns the GPTConfig of a new run. given: {name of a flag: its value or None}. Raises BadInput."""
+    """Returns the GPTConfig of a new run. given: {name of a flag: its value}; a flag that is not given takes its
+    default. Raises BadInput."""
     values = {}
     for name, value in given.items():
         field = CONFIG_FLAGS[name]

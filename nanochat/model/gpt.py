@@ -203,7 +203,8 @@ class GPT(nn.Module):
         return weights.values() if self.kernels.whole is None else self.kernels.whole(after, weights)
 
     def values(self, ids):
-        """Returns what layers add to attention's values at ids (B, T), (B, T, slots × C_kv), or None."""
+        """Returns what layers add to attention's values at ids (B, T), (B, T, slots × C_kv), see value_slots; or
+        None."""
         if not self.config.num_values:
             return None
         return self.kernels.embedding(ids, self.value_table, self.compute_dtype)

@@ -20,6 +20,7 @@ class LogitCap:
 
     @classmethod
     def of(cls, config):
+        """Returns the cap of a GPTConfig."""
         return cls(config.softcap)
 
     def __call__(self, logits):
@@ -54,6 +55,7 @@ class LogitCap:
 
     @property
     def needs_maximum(self):
+        """Whether summing exponentials of capped logits in fp32 requires subtracting their maximum first."""
         return not 0 < self.softcap <= LARGEST_WITHOUT_MAXIMUM
 
     @property

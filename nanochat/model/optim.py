@@ -129,6 +129,7 @@ class Measured(NamedTuple):
     values: torch.Tensor  # (names,)
 
     def fetch(self):
+        """Returns {name: number}. Waits for the device."""
         return dict(zip(self.names, self.values.tolist(), strict=True))
 
 
@@ -198,7 +199,8 @@ class MuonAdamW:
             self.state[f"{name}.average"] = master.detach().clone()
 
     def scheduled(self, step, batch_growth=1.0):
-        """Returns the Scheduled numbers of `step`, (4,), on the CPU. batch_growth: its batch over the first one."""
+        """Returns the numbers of `step` as a CPU tensor (4,), see Scheduled. batch_growth: this step's batch over that
+        of the first step."""
         beta1, beta2 = self.rules.betas
         age = self.rules.earlier_steps + step  # of the averages
         return torch.tensor([self.rules.lr_multiplier(step, batch_growth), muon_momentum(age),
@@ -276,7 +278,8 @@ class MuonAdamW:
     # The parts of the ranks
 
     def _sum_over_ranks(self, sums):
-        """All-reduces `sums` in place. Returns {name: reduced gradient}; of a sharded weight, this rank's part."""
+        """All-reduces `sums` in place. Returns the reduced gradients, {name: gradient}; of a sharded weight, this
+        rank's part."""
         gradients = {name: p.main_grad for name, p in self.parameters.items()}
         if self.dist:
             whole = [gradient for name, gradient in gradients.items() if name not in self.sharded]
@@ -339,6 +342,7 @@ class MuonAdamW:
     # Checkpoints
 
     def sizes(self):
+        """Returns ({name: bytes}, {name: bytes}) of the weights and the state that host_state returns."""
         return self._sizes(self.masters), self._sizes(self.state)
 
     def _sizes(self, tensors):

@@ -113,6 +113,7 @@ class Adagrad:
 
 @dataclass(frozen=True)
 class Rules:
+    """How each parameter is updated, and the schedule."""
     adam: dict  # name of a parameter -> AdamW or Adagrad; Muon updates the others, stacks of matrices (L, m, n)
     matrix_lr: float
     matrix_weight_decay: float

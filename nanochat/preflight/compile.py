@@ -26,7 +26,8 @@ def require_packages():
     from importlib.util import find_spec
     missing = [name for name in ("torch_xla", "libtpu", "jax") if not find_spec(name)]
     if missing:
-        raise BadInput(f"compiling for a TPU needs {' and '.join(missing)}: pip install '.[tpu]', with Python >= 3.11")
+        raise BadInput(f"compiling for a TPU needs {' and '.join(missing)}: pip install '.[tpu]', with Python 3.11 or "
+                       "newer on Linux (x86-64)")
 
 
 class CompilerError(Failure):

@@ -17,7 +17,8 @@ def deliver(own, report, say):
     elif own.json:
         Path(own.json).write_text(json.dumps(report, indent=1))
     if own.explain and not report["explained"] and report["programs"]:
-        raise BadInput(f"--explain={own.explain}: no operation has this in its name or line: see the list above")
+        raise BadInput(f"--explain={own.explain}: no scheduled operation has this in its name or its line of Python: "
+                       "see the list of the most expensive operations")
     return 0 if report["fits"] else DOES_NOT_FIT
 
 

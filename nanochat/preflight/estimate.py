@@ -86,18 +86,21 @@ class Costs:
         # Of a kernel with products in several branches, only as many cycles count as its declared FLOPs need.
         return schedule.cycles_with(matrix_cycles, cost["transcendentals"])
 
+    def traffic_s(self, op):
+        return op.hbm_bytes / self.tpu.hbm_bytes_per_s
+
     def op_seconds(self, op, cycles):
         """Returns the seconds of an operation of so many cycles that waits for its own traffic with HBM. The start of a
         transfer does not wait."""
         if op.begins:
             return self.seconds(cycles)
-        return max(self.seconds(cycles), op.hbm_bytes / self.tpu.hbm_bytes_per_s)
+        return max(self.seconds(cycles), self.traffic_s(op))
 
     def limit(self, op):
         """Returns in words what a scheduled operation waits for: HBM; the unit whose slots are full in its critical
         loop; or, if none is, the results of its own instructions. The fullest units' fractions of used slots follow."""
         schedule = self.schedules[op.instruction.name]
-        if op.hbm_bytes / self.tpu.hbm_bytes_per_s > self.seconds(schedule.bound_cycles):
+        if self.traffic_s(op) > self.seconds(schedule.bound_cycles):
             return "HBM"
         units = schedule.critical.units
         used = sorted(((units[unit] / slots, unit) for unit, slots in schedule.slots.items()), reverse=True)

@@ -26,7 +26,7 @@ def explain(pattern, ops, schedules, tpu):
     op = max(found, key=lambda op: op.times * seconds(op))
     instruction = op.instruction
     schedule = costs.schedules[instruction.name]
-    hbm_cycles = round(op.hbm_bytes / tpu.hbm_bytes_per_s / costs.seconds(1))
+    hbm_cycles = round(costs.traffic_s(op) / costs.seconds(1))
     lines = [f"{instruction.name}: {instruction.source or 'no line of Python'}",
              f"  {instruction.opcode} {instruction.shape_text[:100]}",
              f"  {1e6 * seconds(op):,.1f} us a run, {op.times} runs; it waits for {costs.limit(op)}",

@@ -107,8 +107,10 @@ def find_mesh(try_mesh, sizes, say=print):
 def find_batch(try_batch, start, settings, say=print):
     """Searches for the largest --device_batch_size that fits with each of `settings`, values of
     --activation_checkpointing, each of which needs less memory than the one before. try_batch(size, setting) returns
-    the Fit. The search begins with `start`, and then with the largest size of the setting before. Returns a JSON object
-    with the largest size of each setting (None if none fits) and the peak memory of all trials."""
+    the Fit. The search begins with `start`, and then with the largest size of the setting before.
+
+    Returns a JSON object with the largest size of each setting (None if none fits) and the peak memory of all trials.
+    """
     found = {}
     started = time.monotonic()
     for setting in settings:

@@ -24,10 +24,12 @@ def parse_one_chip(accelerator):
 
 def schedule_of(name, code, arguments, tpu_slice, folder, timeout_s, libtpu_options=LIBTPU_OPTIONS):
     """Compiles a program. Returns the Schedule of its dearest operation, and what the Pallas kernel in it declares,
-    {"flops": …, "transcendentals": …}, or {}. name: for messages. code: a Python script that takes `arguments` and
-    makes `lowered`, what jax.jit(f).lower() returns; it runs in a process of its own, because JAX and torch_xla cannot
-    share one. Raises CompilerError if tracing or compiling fails or times out, or the program does not fit into the
-    chip."""
+    {"flops": …, "transcendentals": …}, or {}.
+
+    name: for messages. code: a Python script that takes `arguments` and makes `lowered`, what jax.jit(f).lower()
+    returns; it runs in a process of its own, because JAX and torch_xla cannot share one.
+    Raises CompilerError if tracing or compiling fails or times out, or the program does not fit into the chip.
+    """
     try:
         traced = subprocess.run([sys.executable, "-c", f"import sys\n{code}{_WRITE}", *map(str, arguments)],
                                 env=os.environ | {"JAX_PLATFORMS": "cpu"}, capture_output=True, timeout=timeout_s)

@@ -35,9 +35,11 @@ class Op:
 
 def ops_of(module, branch_shares=None):
     """Returns a list of Op of all scheduled instructions of a Module: of the entry computation and of its loops.
+
     branch_shares: the share of a conditional's runs that each of its branches gets, a list of Fractions, for those that
     choose by a number, {"branch_computations": …}, or by a truth value, {"true_computation": …}. All branches of
-    others, and of those with another number of branches, count as if they always ran."""
+    others, and of those with another number of branches, count as if they always ran.
+    """
     return list(_walk(module, module.entry, 1, branch_shares or {}))
 
 

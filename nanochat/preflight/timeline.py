@@ -134,10 +134,12 @@ def collective_bytes(op, chips):
 
 
 def collective_s(op, tpu_slice):
-    """Returns the estimated seconds of one run of an Op's collective, 0 if it has none. Assumes rings: each chip sends
-    along one dimension of the torus, in both directions. In an exchange (all-to-all), half of what each chip sends
-    crosses the middle of the box of chips, where a row of chips shares a link: bytes × length of the longest side / 4
-    per link. A torus with closed sides would take half of that."""
+    """Returns the estimated seconds of one run of an Op's collective, 0 if it has none.
+
+    Assumes rings: each chip sends along one dimension of the torus, in both directions. In an exchange (all-to-all),
+    half of what each chip sends crosses the middle of the box of chips, where a row of chips shares a link:
+    bytes × length of the longest side / 4 per link. A torus with closed sides would take half of that.
+    """
     kind = collective_of(op)
     if not kind:
         return 0.0

@@ -72,7 +72,8 @@ def make_splits(maker, sizes, uses_qqwing=False):
             Progress("puzzles", sum(sizes.values()), unit="") as progress:
         # Each of these four draws a thousand mazes: a path that none of them has is refused before the rounds.
         if maker.kind == "maze" and not any(pool.map(maker.make, range(4))):
-            raise BadInput(f"--min_path={maker.min_path}: no maze of --side={maker.shape[0]} has it: a smaller one?")
+            raise BadInput(f"--min_path={maker.min_path}: none of thousands of mazes of --side={maker.shape[0]} has so "
+                           "long a path: give a smaller one")
         for _ in range(ROUNDS):
             # The fingerprint puts a quarter of the puzzles into val, so val needs four times its missing number.
             missing = max(round((sizes[name] - len(found[name])) / share) for name, share in SHARES.items())

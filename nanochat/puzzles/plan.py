@@ -37,7 +37,8 @@ class RecursionFlags:
 
 @dataclass(frozen=True)
 class UpdateFlags:
-    optimizer: str = flag("atan2", "atan2: AdamW-atan2; muon: Muon for the matrices", choices=("atan2", "muon"))
+    optimizer: str = flag("atan2", "atan2: AdamW-atan2 for all; muon: Muon for the matrices, AdamW for the others",
+                          choices=("atan2", "muon"))
     lr: float = flag(1e-4, "learning rate of AdamW", at_least=0)
     matrix_lr: float = flag(0.02, "learning rate of Muon", at_least=0)
     weight_decay: float = flag(1.0, "weight decay of AdamW-atan2", at_least=0)

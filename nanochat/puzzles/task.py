@@ -135,5 +135,6 @@ def make_task(flags, device_type, world_size, directory):
     puzzles = read_puzzles(flags.data_dir, "train")
     held_out = read_puzzles(flags.data_dir, "val")
     if (puzzles.kind, puzzles.shape, puzzles.tasks) != (held_out.kind, held_out.shape, held_out.tasks):
-        raise BadInput(f"--data_dir={flags.data_dir}: val.parquet does not go with train.parquet: make both again")
+        raise BadInput(f"--data_dir={flags.data_dir} has other puzzles in val.parquet than in train.parquet: make them "
+                       "again with python3 -m scripts.prepare_puzzles")
     return PuzzleTask(flags, make_plan(flags, puzzles, device_type, world_size), puzzles.fingerprint)

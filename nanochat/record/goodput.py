@@ -39,6 +39,7 @@ class Goodput:
             self._switch(outer)
 
     def seconds(self):
+        """Returns {name: seconds} up to now."""
         self._switch(self._name)  # counts the open span up to now
         return dict(self._seconds)
 

@@ -151,6 +151,7 @@ class WandbLog:
             self._warn("does not keep up: it lacks some records")
 
     def finish(self, timeout_s):
+        """Waits until WandB has all queued records, for at most `timeout_s` seconds."""
         self.log(None)  # ends the thread; a full queue drops it, and the wait times out
         self._thread.join(timeout_s)
         if self._thread.is_alive():

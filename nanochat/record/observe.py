@@ -19,6 +19,7 @@ class Observer:
         self.begin_window()
 
     def begin_window(self):
+        """Clears the measurements of the last window."""
         self._data_wait_s = 0.0
         self._host_s = 0.0
         self._recompiled = []
@@ -59,6 +60,7 @@ class Observer:
 
 
 def describe_compiling():
+    """Returns a line with the number of programs that this process has compiled, and their seconds."""
     return f"compiled {compilations()} programs in {compile_seconds():.1f} s"
 
 
@@ -81,12 +83,14 @@ class Profile:
     """Traces --profile_steps on rank 0. A run that resumes in the middle of them traces the rest."""
 
     def __init__(self, steps, folder, dist):
+        """steps: (begin, end) from parse_profile_steps; folder: of the trace."""
         self._begin, self._end = steps if dist.rank == 0 else (0, 0)
         self._folder = folder
         self._dist = dist
         self._trace = None
 
     def before_step(self, step):
+        """Begins the trace if it is due. step: the number of steps completed."""
         if self._begin <= step < self._end and self._trace is None:
             self._trace = ExitStack()
             self._trace.enter_context(device_trace(self._dist, self._folder))
@@ -97,6 +101,7 @@ class Profile:
             self.close()
 
     def close(self):
+        """Ends the trace, if there is one, and writes its files."""
         if self._trace:
             self._trace.close()
             self._trace = None

@@ -59,6 +59,7 @@ class Requests:
         return bool(self.shared[_IS_PREEMPTED])
 
     def note_preemption(self):
+        """Makes is_preempted true: another host of the run is about to end."""
         self.shared[_IS_PREEMPTED] = 1
 
     @property
@@ -94,6 +95,7 @@ class Requests:
         self.shared[_AGREED_NUMBER] = number
 
     def is_done(self, number, num_ranks):
+        """Returns whether all ranks of this host, `num_ranks`, have carried out the request."""
         return int((self.shared[_READ_NUMBER:_READ_NUMBER + MAX_RANKS] >= number).sum()) >= num_ranks
 
 

@@ -78,7 +78,8 @@ def _listed(text):
 
 
 def _accelerator():
-    """Returns the accelerator string of the whole TPU, or None."""
+    """Returns the accelerator string of the whole TPU, or None. Asks the metadata server, because the PCI bus shows the
+    chips of this host only."""
     if not os.environ.get("TPU_ACCELERATOR_TYPE"):
         # The PCI bus shows the chips of this host only.
         told = metadata("attributes/accelerator-type")

@@ -202,7 +202,8 @@ class Pod:
     # is lost after 20 seconds of silence.
 
     def tell(self, index, message):
-        """Sends a message, {"kind": …}, to its handler on the host `index`. Unreachable hosts are noticed otherwise."""
+        """Sends a message, {"kind": …, …}, to the handler for its kind on the host `index`. Ignores errors: the silence
+        of an unreachable host is noticed."""
         if index == self.host.index:
             self.handlers[message["kind"]](index, message)
             return
@@ -288,6 +289,7 @@ class Pod:
     # The end
 
     def fail(self, message, status):
+        """Ends the run on all hosts with this status, unless it has failed already. message: what is wrong here."""
         if not self._is_over.is_set():
             name = self.names[self.host.index] if self.names else self.host.name
             self._fail(f"host {name}: {message}", status)

@@ -68,7 +68,8 @@ _held_as_rank = []  # keeps the lock files open until the process ends
 
 
 def begin_with_parent():
-    """Makes this spawned process, which is no rank, end with its parent, and at once on Ctrl-C."""
+    """Makes this spawned process end with its parent, and at once on Ctrl-C. Every spawned process first calls this or
+    begin_as_rank."""
     watchdog.print_stacks_on_signal()
     end_with_parent(multiprocessing.parent_process().pid)
     signal.signal(signal.SIGINT, signal.SIG_DFL)

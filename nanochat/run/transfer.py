@@ -105,7 +105,8 @@ def _serve_checkpoint(path, connection, message):
 
 
 def serve_lanes(pod, directory):
-    """Makes the first host write to its disk, where rank 0 waits, what other hosts' ranks send by send_lanes."""
+    """Makes the first host write the states that other hosts' ranks send by send_lanes to its disk, where rank 0 waits
+    for them."""
     pod.serves["lanes"] = partial(_serve_lanes, directory)
 
 

@@ -42,10 +42,12 @@ class Heartbeats:
         self._shared[rank] = os.getpid(), PHASES.index(phase), step, time.monotonic() + limit_s
 
     def ranks_of(self, pid):
+        """Returns the ranks that run in process `pid`."""
         return np.flatnonzero(self._shared[:, _PID] == pid).tolist()
 
     def late(self, seconds):
-        """Returns a line about a rank that is over its limit `seconds` after the ranks were spawned, or None."""
+        """Returns one line about a rank that is over its limit, or about a late first step, or None. seconds: since the
+        ranks were spawned."""
         ranks = np.flatnonzero(self._shared[:, _PID])
         if not len(ranks) and seconds > SLOW_PHASE_TIMEOUT_S:
             return f"no rank has reached its first step after {seconds:.0f} s"

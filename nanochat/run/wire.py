@@ -92,6 +92,7 @@ class Link:
 
 
 class Member:
+    """The connection to another host."""
     def __init__(self, connection):
         self.connection = connection
         self._lock = threading.Lock()  # messages of several threads must not mix

@@ -20,6 +20,7 @@ FIRST_TRY = "--num_iterations=100 --max_seq_len=256 --device_batch_size=4 --tota
 
 
 def describe_plan(plan, tokenizer):
+    """Returns the plan as lines for a person."""
     accelerator = tpu.detect_accelerator() if plan.device_type == "tpu" else None
     tokens = plan.tokens(0, plan.num_iterations)
     divisor = matrix_parameters(plan.parameters)

@@ -47,6 +47,7 @@ def val_places(text):
 
 
 def chips_or_auto(text):
+    """Returns the number of chips that a flag names, or AUTO. Raises BadInput."""
     if text == AUTO:
         return AUTO
     if not text.isdecimal() or len(text) > 7 or not 1 <= int(text) <= MAX_CHIPS:
@@ -136,7 +137,8 @@ class DataFlags(TextFlags):
 
 
 def _flag_of_field(config_field):
-    """Returns the flag of a field of GPTConfig. Its default is None: "not given"."""
+    """Returns the flag of a field of GPTConfig. Its default is None: a resumed run keeps the checkpoint's value, and a
+    new run takes GPTConfig's."""
     # A bool becomes on, off or None: a resumed run must tell "off" from "not given".
     options = {name: value for name, value in config_field.metadata.items() if name != "called"}
     options["of"] = config_field.type
@@ -287,5 +289,6 @@ class Flags(FlagGroups):
 
 
 def parse_flags(argv=None, description=None):
-    """Returns the Flags of a command line, by default this process's. Raises BadInput."""
+    """Returns the Flags of a command line. argv: the arguments, by default this process's; description: for --help.
+    Raises BadInput."""
     return Flags(*read_flags(argv, description, TITLES, FIRST))

@@ -3,7 +3,7 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 
 import torch
@@ -71,7 +71,8 @@ def make_optimizer(plan, model, dist=None, weights=None):
 
 
 def make_step(plan, model, dist, objective=NEXT_TOKEN, weights=None):
-    """Returns the TrainingStep of a Plan. dist, weights: see MuonAdamW."""
+    """Returns the TrainingStep of a Plan. The model's weights are on the device of `dist`, or come from `weights` (see
+    MuonAdamW)."""
     optimizer = make_optimizer(plan, model, dist, weights)
     return TrainingStep(model, optimizer, objective, dist, plan.all_micro_steps, use_compile=plan.use_compile)
 
@@ -89,6 +90,7 @@ class LanguageTask:
     judge_code: Callable | None = None  # (model, tokenizer, dist, is_cut_short) -> {metric: value}
     start: Start | None = None  # of a run that has not begun yet
     lacks: str | None = None  # see Task
+    validation_sets: dict = field(default_factory=dict)  # as in DataFlags; read once: --data_mix may be edited later
     name = "language"
     changing_flags = (*flags_of((BatchFlags, OptimConfig, DistillationFlags), but={"device_batch_size"}),
                       "compute_dtype", "products")
@@ -99,7 +101,7 @@ class LanguageTask:
 
     @property
     def console(self):
-        return {f"val_bpb_{name}": f"{name} {{:.4f}}" for name in self.flags.data.validation_sets() if name}
+        return {f"val_bpb_{name}": f"{name} {{:.4f}}" for name in self.validation_sets if name}
 
     @property
     def first_step(self):
@@ -256,7 +258,7 @@ class LanguageTask:
         print0(f"evaluating {num_rows * seq_len:,} tokens of the validation text")
         measure = partial(self._measure, training.compiled_model, dist, is_cut_short)
         metrics = {}
-        for name, data in self.flags.data.validation_sets().items():
+        for name, data in self.validation_sets.items():
             text = measure(num_rows, data=data)
             if not text:
                 return {}
@@ -278,7 +280,7 @@ class LanguageTask:
         """Returns the Evaluation of `num_rows` of the validation text of the DataFlags `data`, by default of the first
         set, with `fim_rate` of the documents rewritten; None if it is cut short. options: of bits_per_byte."""
         plan = self.plan
-        data = data or next(iter(self.flags.data.validation_sets().values()))
+        data = data or next(iter(self.validation_sets.values()))
         rows = self._rows(dist, batch_size=plan.device_batch_size, seq_len=plan.config.max_seq_len,
                           seed=self.flags.run.seed + 1)
         batches = math.ceil(num_rows / (plan.device_batch_size * plan.mesh.readers))
@@ -342,8 +344,10 @@ def _with_progress(is_cut_short, batches):
 
 
 def make_task(flags, device_type, world_size, directory, judge_code=None):
-    """Returns the LanguageTask for base_train's Flags. Raises BadInput. directory: of the run. judge_code: see
-    LanguageTask; without it, --code_eval_every does nothing."""
+    """Returns the LanguageTask for base_train's Flags. Raises BadInput.
+
+    directory: of the run. judge_code: see LanguageTask; without it, --code_eval_every does nothing.
+    """
     tokenizer = load_tokenizer(flags.data.tokenizer_dir)
     saved = saved_meta(flags, directory)
     # Settled flags have a value for every flag of the model. Only the values of the command line itself must agree with
@@ -372,4 +376,5 @@ def make_task(flags, device_type, world_size, directory, judge_code=None):
         flags = flags.replace(teacher=str(teacher.path))  # today's newest checkpoint, should it train further
     if flags.data.fim_rate:
         check_fim(f"--fim_rate={flags.data.fim_rate:g}", tokenizer, plan.config.max_seq_len)
-    return LanguageTask(flags, plan, tokenizer, given, teacher, data_fingerprint, about_data, judge_code, start, lacks)
+    return LanguageTask(flags, plan, tokenizer, given, teacher, data_fingerprint, about_data, judge_code, start, lacks,
+                        flags.data.validation_sets())

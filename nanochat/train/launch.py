@@ -37,7 +37,8 @@ def launch(flags, device_type, make_task):
 
 
 def train_on_xla(flags, device_type, make_task, host):
-    """Prepares the run here, and trains in processes that it spawns. Returns the exit status."""
+    """Prepares the run in this process, and trains in processes that it spawns. Returns the exit status. host: this
+    Host, if there are several."""
     ranks.prepare_xla_environment(device_type)
     ranks.prepare_libtpu(device_type)
     # The order matters. All hosts have met and are alike before any touches its disk. The folder is locked before
@@ -129,6 +130,7 @@ def train_without_parent(flags, device_type, make_task):
 
 
 def say_finished(run):
+    """Says that nothing is left to train, and returns the exit status."""
     say(f"run {run.flags.run.run} has reached step {run.finished_step} ({run.checkpoint}): nothing left to do. "
         "Raise --num_iterations, choose another --run, or start over with --resume=never")
     return 0

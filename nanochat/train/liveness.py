@@ -9,6 +9,7 @@ COMPILING_STEPS = 3  # the first steps of a process may compile
 
 class Liveness:
     def __init__(self, run, dist, first_step):
+        """run: a Run; first_step: where this process begins."""
         self._rank = dist.rank
         self._flags = run.flags.record
         # When rows become longer, the step waits for the loader to restart.
@@ -51,6 +52,7 @@ class Liveness:
         self._step_seconds = [*self._step_seconds, seconds][-100:]
 
     def finish(self, step):
+        """Reports that this rank runs no further step."""
         self.beat("end", step)
         self._agreement.finish()
 

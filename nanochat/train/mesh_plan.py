@@ -15,7 +15,8 @@ TABLES = ("embedding", "head", "value embeddings", "n-grams")  # of the paramete
 
 
 def plan_mesh(flags, config, parameters, device_type, world_size):
-    """Returns the Mesh for Flags, a GPTConfig and its {group: parameters}. Raises BadInput."""
+    """Returns the Mesh for base_train's Flags, a GPTConfig and its {group: number of parameters}. Raises BadInput for a
+    mesh that does not suit the model, the devices or the other flags."""
     devices = flags.devices
     if devices.mesh_fsdp == AUTO:
         return choose_mesh(flags, config, parameters, device_type, world_size)
@@ -140,6 +141,7 @@ def _padded(parameters, mesh, layers):
 
 
 def _require_mesh(mesh, flags, config, device_type):
+    """Raises BadInput if a Mesh fits neither the model nor the devices nor the other flags."""
     if not mesh.divides_weights:
         return
     if device_type not in ("tpu", "xla"):

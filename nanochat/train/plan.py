@@ -46,6 +46,7 @@ class Plan:
 
     @property
     def total_batch_size(self):
+        """Tokens of the first optimizer step."""
         return self.batch_schedule[0][1]
 
     @property
@@ -56,6 +57,7 @@ class Plan:
     flops_per_unit = flops_per_token
 
     def batch_tokens(self, step):
+        """Tokens of optimizer step `step`, counted from 0."""
         return value_at(self.batch_schedule, step)
 
     def micro_steps(self, step):
@@ -179,7 +181,8 @@ def plan_rates(rates, start, num_iterations):
 
 
 def plan_horizon(batch, config, parameters, schedule, lengths, start):
-    """Returns the step at which a run ends, for BatchFlags and StartFlags. Raises BadInput."""
+    """Returns the step at which a run ends, for BatchFlags and StartFlags. Raises BadInput if a run cannot have so many
+    steps, or would end before its rows have their full length."""
     if batch.num_iterations > 0:
         num_iterations = start.first_step + batch.num_iterations
     elif batch.target_flops > 0:
@@ -267,6 +270,7 @@ def plan_batches(batch, seq_len, mesh, parameters, num_lanes, meta=None):
 
 
 def _saved_schedule(batch, meta):
+    """Returns the batch schedule of a checkpoint's Meta, or None without one, or if the flags ask for another."""
     if not meta:
         return None
     for name in ("batch_ramp", "total_batch_size", "target_param_data_ratio"):

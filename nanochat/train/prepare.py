@@ -62,6 +62,7 @@ class Run:
         (self.directory / FINISHED_FILE).unlink(missing_ok=True)
 
     def mark_finished(self):
+        """Marks the run as finished, in its folder."""
         (self.directory / FINISHED_FILE).touch()
 
     def check_ranks(self, dist):
@@ -137,6 +138,7 @@ def _require_begin(task, pod):
 
 
 def open_mirror(flags):
+    """Returns the Mirror of --checkpoint_mirror, or None. Raises BadInput."""
     record = flags.record
     if record.checkpoint_mirror is None:
         return None
@@ -168,6 +170,7 @@ def resume(task, path, is_finished, is_first):
 
 
 def what_is_trained(task):
+    """Returns {name: JSON value} that must be equal on all hosts."""
     identity = json.loads(json.dumps(task.identity()))
     return {"number of devices": task.plan.world_size, "hash of the data": task.data_fingerprint,
             "hash of the tokenizer": identity["tokenizer_sha256"]}

@@ -9,6 +9,7 @@ class RowFeed:
     """Iterates over this rank's micro-batches, {"rows": int32 (B, T + 1)}."""
 
     def __init__(self, loader, plan, step, rank):
+        """loader: a DataLoader with the rows of `step`, the next one; rank: of this process."""
         self.loader = loader
         self._plan = plan
         self._saves_lanes = rank % plan.mesh.tensor == 0  # the other ranks of its tensor group read the same
@@ -33,13 +34,15 @@ class RowFeed:
         return {"rows": self._last.rows}
 
     def taken(self):
+        """Returns a list of the rows since the last call."""
         rows = self._taken
         self._taken = []
         return rows
 
     @property
     def state(self):
-        """{lane: JSON value} of this rank's lanes after the last micro-batch; {} if another rank saves them."""
+        """{lane: JSON value} of this rank's lanes after the last micro-batch; {} before the first, and if another rank
+        saves them."""
         return self._last.state if self._last and self._saves_lanes else {}
 
     @property
@@ -47,6 +50,7 @@ class RowFeed:
         return self.loader.fingerprint
 
     def metrics(self):
+        """Returns the metrics of the data up to the last micro-batch."""
         # If rows become longer, the loader's count of rows does not give the tokens, but the plan does.
         plan = self._plan
         stats = self.loader.stats

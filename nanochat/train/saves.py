@@ -26,6 +26,7 @@ ROUNDED_S = 20  # for the ranks to write their parts of a rounded state
 
 class Saves:
     def __init__(self, run, dist, step, log):
+        """run: a Run; step: the step of the newest checkpoint, or 0; log: the StepLog, see save_checkpoint."""
         record = run.flags.record
         self._run_dir = run.directory
         self._dist = dist
@@ -62,6 +63,7 @@ class Saves:
         return 0 < self._every_minutes <= (time.monotonic() - self._saved_at) / 60
 
     def check(self):
+        """Raises the error of the last checkpoint in the background, if there is one."""
         if self._saver:
             self._saver.check()
 

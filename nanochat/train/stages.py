@@ -10,6 +10,7 @@ from nanochat.common import BadInput
 
 
 def value_at(schedule, step):
+    """Returns the value of a schedule at `step`."""
     return next(value for first, value in reversed(schedule) if first <= step)
 
 

@@ -65,7 +65,8 @@ class Start(NamedTuple):
 
 
 def saved_meta(flags, directory):
-    """Returns the Meta of the whole checkpoint from which a run resumes, or None. Raises BadInput."""
+    """Returns the Meta of the checkpoint in a run's directory from which it resumes, or None. Raises BadInput for a
+    whole checkpoint that this program cannot read."""
     if flags.run.resume != "auto" or directory is None:
         return None
     for path in reversed(list_checkpoints(directory)):
@@ -133,7 +134,8 @@ def find_start(flags, saved, tokenizer, directory):
 
 
 def as_begun(flags, meta):
-    """Returns the Flags with the start that the run of a checkpoint's Meta had. Raises BadInput."""
+    """Returns the Flags with the start that the run of a checkpoint's Meta had: it is not started again. Raises
+    BadInput."""
     begun = saved_flags(StartFlags, meta.flags)
     asked = flags.start.init_from or flags.start.decay_from
     if asked and not (begun.init_from or begun.decay_from):
@@ -145,6 +147,7 @@ def as_begun(flags, meta):
 
 
 def require_same_rows(path, meta, flags):
+    """Raises BadInput if the Flags make other rows of the same data than the checkpoint at `path`."""
     now = flags.as_dict()
     for name in ROW_FLAGS:
         require_same(path, {f"--{name}": (meta.flags.get(name), now[name])})

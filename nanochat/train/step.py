@@ -140,6 +140,7 @@ class TrainingStep:
     # Checkpoints. The carry is among the optimizer's state, in the order of the slots, whatever the number of ranks.
 
     def sizes(self):
+        """Returns ({name: bytes}, {name: bytes}) of what host_state returns."""
         weights, state = self.optimizer.sizes()
         for name, tensor in self.carry.items():
             state[f"carry.{name}"] = tensor.nbytes * self.dist.world_size
@@ -147,7 +148,8 @@ class TrainingStep:
 
     @torch.no_grad()
     def host_state(self, names=None):
-        """Returns the optimizer's host_state, the second part with the carry. Every rank must call it."""
+        """Returns ({name: weight}, {name: state}) of the optimizer's host_state and the carry. Every rank must call
+        it."""
         weights, state = self.optimizer.host_state(names)
         ranks = self.dist.world_size
         for name, tensor in self.carry.items():

@@ -16,6 +16,7 @@ from nanochat.record.observe import describe_compiling
 
 
 def mean_of_finite(values):
+    """Returns the mean of the finite values, or NaN if none is finite."""
     finite = list(filter(math.isfinite, values))
     return fmean(finite) if finite else math.nan
 
@@ -74,7 +75,8 @@ class StepLog:
             self._training.observer.begin_window()
 
     def add(self, measured, rows):
-        """Adds a step: the result of TrainingStep.run, on the device, and a list of this rank's micro-batches."""
+        """Adds a step. measured: the result of TrainingStep.run, on the device; rows: a list of tensors, this rank's
+        micro-batches."""
         self._waiting.append((measured, rows))
 
     def write(self, step, goodput, batches, interruptions, mirror_behind_s=None):
@@ -139,10 +141,12 @@ class StepLog:
         return record | {f"seconds_{name}": value for name, value in seconds.items()}
 
     def write_event(self, step, found):
+        """Logs {metric: value} of an event after `step` steps, if it has any."""
         if self._logger and found:
             self._logger.log(step, found)
 
     def flush(self):
+        """Writes the records that wait in memory for a full disk."""
         if self._logger:
             self._logger.flush()
 
@@ -155,6 +159,7 @@ class StepLog:
 # The optimizer skips a step on the device if its loss or gradient is not finite. Here such steps are counted, on every
 # rank, with equal results. Too many in a row end the run, and the batch of the first is written for inspection.
 class NonfiniteSteps:
+    """Counts a run's non-finite steps."""
     def __init__(self, limit, total=0, in_a_row=0):
         """limit: how many in a row are too many (0 or less: no limit); the rest: the counts of a resumed run."""
         self.limit = limit
@@ -164,6 +169,7 @@ class NonfiniteSteps:
         self._first_rows = None
 
     def counts(self):
+        """Returns the counts for a checkpoint, as __init__ takes them."""
         return {"total": self.total, "in_a_row": self.in_a_row}
 
     def add(self, step, loss, gradient_norm, rows):

@@ -31,7 +31,8 @@ class Teacher(NamedTuple):
 
 
 def find_teacher(flags, plan, tokenizer, directory):
-    """Returns the Teacher of base_train's Flags and Plan, or None without --teacher. Raises BadInput."""
+    """Returns the Teacher of base_train's Flags and Plan, or None without --teacher. Raises BadInput if it cannot teach
+    this model. tokenizer, directory: of the run that learns."""
     taught = flags.distillation
     if not taught.teacher:
         for each in fields(taught):
@@ -77,6 +78,7 @@ def make_teacher(teacher, plan, dist, weights=None):
 
 
 def load_teacher(teacher, plan, dist):
+    """Returns the teacher's GPT with its weights, or this rank's parts of them, on its device."""
     return make_teacher(teacher, plan, dist, load_tensors(teacher.path, MODEL)).to(dist.device)
 
 
@@ -84,6 +86,7 @@ class DistillationLoss:
     """The mean loss of rows (B, T + 1) for a student: see kernels/loss.py."""
 
     def __init__(self, teacher, model):
+        """teacher: a Teacher; model: its GPT, on the device."""
         self.model = model
         self.terms = TeacherTerms(model.logit_cap, teacher.weight, teacher.temperature)
 

@@ -16,7 +16,9 @@ from nanochat.train.step_log import NonfiniteSteps, StepLog
 
 
 class Trainer:
+    """One rank's part of a run: Trainer(run, dist).train()."""
     def __init__(self, run, dist):
+        """run: a Run, from prepare; dist: this rank's Dist."""
         run.check_ranks(dist)
         self.run = run
         self.task = run.task
@@ -66,6 +68,7 @@ class Trainer:
             self.goodput = Goodput(meta.seconds, meta.time)
 
     def meta(self):
+        """Returns the Meta of a checkpoint at this step."""
         run = self.run
         return Meta(
             step=self.step, interruptions=self.interruptions,
@@ -104,6 +107,7 @@ class Trainer:
         return self.finish()
 
     def train_step(self):
+        """Runs one optimizer step, without waiting for the device."""
         plan = self.run.plan
         self.task.before_step(self.training, self.step)
         self.log.begin_step()
@@ -117,7 +121,8 @@ class Trainer:
         self.profile.after_step(self.step)
 
     def agree(self, phase):
-        """Lets the ranks agree whether to save or stop, and returns whether all stop. Every rank must call it."""
+        """Lets the ranks agree whether to save or stop, and returns whether all stop. Every rank calls it at the same
+        points of the program."""
         self.saves.check()
         self.save_is_asked |= self.liveness.agree(phase, self.step, self.saves.wants_save())
         return self.liveness.is_stopping
@@ -131,6 +136,7 @@ class Trainer:
             self.liveness.note_step_seconds(seconds)
 
     def save(self):
+        """Begins to save a checkpoint of this step."""
         self.liveness.beat("save", self.step)
         self.save_is_asked = False
         with self.goodput.span("save"):
@@ -176,6 +182,7 @@ class Trainer:
         return self.finish_whole(is_mirrored)
 
     def report_nonfinite(self):
+        """Reports too many non-finite steps, and writes the batch of the first."""
         path = self.nonfinite.write_first_batch(self.run.directory, self.dist.rank)
         advice = "they were before the checkpoint: to try more, raise --max_bad_steps, or give it -1"
         if path:

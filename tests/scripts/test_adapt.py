@@ -60,8 +60,7 @@ def begun_with(steps=600, device_type="cpu", step=5000, **saved):
     """Returns the Flags of the training that adapts a run with these flags after `step` steps."""
     flags = TrainFlags().replace(data_dir="parquet/train", **saved)
     meta = Meta(step, {}, "", "", flags.as_dict(), "", batch_schedule=((0, 8192), (100, 16384)))
-    found = adapt.training_flags(adapt.Flags(device_type=device_type), Path("a/step_005000"), meta, steps, Path("f"),
-                                 {"val": "old/val"})
+    found = adapt.training_flags(adapt.Flags(device_type=device_type), Path("a/step_005000"), meta, steps, Path("f"))
     return parse_flags(found)
 
 

@@ -4,7 +4,8 @@ import pytest
 from nanochat.checkpoint import format
 from nanochat.checkpoint.pieces import load_lane_states
 from nanochat.common import BadInput
-from nanochat.train.flags import named_places
+from nanochat.train.flags import named_places, parse_flags
+from nanochat.train.language import make_task
 from scripts import base_train, report
 from tests.conftest import last_of_each
 
@@ -61,6 +62,13 @@ def test_a_run_that_is_killed_in_each_stage_and_at_its_edge_resumes_with_the_sam
     others = [flag for flag in tiny if not flag.startswith(("--data_dir", "--val_dir"))]
     with pytest.raises(BadInput, match="the hash of --data_mix is .* there and .* here"):
         base_train.main(last_of_each("--run=mixed", *others, *flags, "--num_iterations=8"))
+
+
+def test_a_mixture_may_be_edited_while_a_run_lasts(mixture, tiny, tmp_path):
+    others = [flag for flag in tiny if not flag.startswith(("--data_dir", "--val_dir"))]
+    task = make_task(parse_flags(last_of_each(*others, f"--data_mix={mixture}")), "cpu", 1, tmp_path)
+    mixture.unlink()
+    assert list(task.console) == ["val_bpb_big", "val_bpb_own"]  # which names the sets that are evaluated
 
 
 def test_names_of_validation_sets_are_told_from_folders(tmp_path, monkeypatch):
