@@ -24,7 +24,7 @@ from nanochat.data.tokenizer import load_tokenizer
 from nanochat.infer.load import load_language_meta, resolve_inference_device_type
 from nanochat.model.config import GPTConfig
 from nanochat.record.metrics import METRICS_FILE, parse_record
-from nanochat.run.processes import expected_world_size, run_module, start_module
+from nanochat.run.processes import expected_world_size, run_module, started_module
 from nanochat.run.stopping import EXIT_STATUS
 from nanochat.train.describe import seconds_of_row
 from nanochat.train.flags import Flags as TrainFlags
@@ -130,15 +130,15 @@ def train(module, flags, metrics):
     """Runs base_train until its end, or until the held-out files have gained nothing for some evaluations."""
     # base_train saves whenever it evaluates, so ending it after PATIENCE evaluations without a gain loses nothing: the
     # best checkpoint is one of those before.
-    process = start_module(module, *flags)
     is_told = False
-    while process.poll() is None:
-        time.sleep(1)
-        found = list(evaluations(metrics).values())
-        if not is_told and len(found) > PATIENCE and min(found[-PATIENCE:])[0] >= min(found[:-PATIENCE])[0]:
-            print("the held-out files gain no more", flush=True)
-            process.terminate()
-            is_told = True
+    with started_module(module, *flags) as process:
+        while process.poll() is None:
+            time.sleep(1)
+            found = list(evaluations(metrics).values())
+            if not is_told and len(found) > PATIENCE and min(found[-PATIENCE:])[0] >= min(found[:-PATIENCE])[0]:
+                print("the held-out files gain no more", flush=True)
+                process.terminate()
+                is_told = True
     if process.returncode != 0 and not (is_told and process.returncode == EXIT_STATUS):
         raise BadInput(f"base_train ended with status {process.returncode}: see above")
 
@@ -191,7 +191,7 @@ def main(argv=None):
         raise BadInput(f"{path} was imported, and nothing says how it was trained: adapt a run of base_train")
     run_dir = run_directory(TrainFlags(RunFlags(flags.run)))
     if (run_dir / METRICS_FILE).exists():
-        raise BadInput(f"--run={flags.run} is there already ({run_dir}): choose another name")
+        raise BadInput(f"--run={flags.run} is there already ({run_dir}): choose another name, or delete it")
     old = old_data(flags, meta, path)
     folder = require_writable_dir(get_base_dir() / "adapt" / flags.run)
     busy = f"--run={flags.run} is in use by another process: wait for its end, or choose another name"

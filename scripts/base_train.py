@@ -20,7 +20,7 @@ from nanochat.device.ranks import resolve_device_type
 from nanochat.judge.code_eval import evaluate_code
 from nanochat.judge.judge import Judge
 from nanochat.run.hosts import this_host
-from nanochat.run.processes import start_module
+from nanochat.run.processes import started_module
 from nanochat.train.flags import parse_flags
 from nanochat.train.language import make_task
 from nanochat.train.launch import launch
@@ -49,8 +49,9 @@ def run_preflight(argv):
     accelerator = tpu.detect_accelerator()
     if accelerator is None:
         raise BadInput("--preflight: no known TPU here: set TPU_ACCELERATOR_TYPE, to v5litepod-8 for example")
-    return start_module("scripts.tpu_preflight", f"--accelerator={accelerator}", "--programs=micro_step,update",
-                        *argv).wait()
+    with started_module("scripts.tpu_preflight", f"--accelerator={accelerator}", "--programs=micro_step,update",
+                        *argv) as process:
+        return process.wait()
 
 
 if __name__ == "__main__":

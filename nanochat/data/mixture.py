@@ -156,7 +156,7 @@ def _source_of(name, source, folder):
         raise BadInput(f"source {name}: epochs = {epochs} is not a number above 0")
     places = {}
     for key in source.keys() & {"dir", "val"}:
-        if not isinstance(source[key], str) or not source[key]:
+        if not isinstance(source[key], str) or not source[key] or "\0" in source[key]:
             raise BadInput(f"source {name}: {key} = {source[key]!r} names no folder of shards: correct it")
         place = data_place(source[key])
         places[key] = place if in_bucket(place) else str(folder / place)

@@ -12,7 +12,7 @@ import tempfile
 import time
 import traceback
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from nanochat.run import watchdog
 
 RANKS_LOCK = ".ranks.lock"
 ORPHANS_TIMEOUT_S = 30
+END_TIMEOUT_S = 600  # for a script that was told to end, and may save
 
 
 @contextmanager
@@ -145,17 +146,29 @@ def end_process_on_error(function, status_path):
         os._exit(status)
 
 
-def start_module(module, *flags, env=None):
-    """Prints the command that runs a script of this project, and returns its process, a Popen, which gets SIGTERM when
-    this one ends. env: its environment; None: this process's."""
+@contextmanager
+def started_module(module, *flags, env=None):
+    """Prints the command that runs a script of this project, and yields its process, a Popen, which gets SIGTERM when
+    this one ends. Ctrl-C in the block ends it, and waits while it saves. env: its environment; None: this process's."""
     command = ["-m", module, *flags]
     say(f"$ {shlex.join(['python3', *command])}")
-    return subprocess.Popen([sys.executable, *command], env=env, stdin=subprocess.DEVNULL,
-                            preexec_fn=partial(end_with_parent, os.getpid(), signal.SIGTERM))
+    process = subprocess.Popen([sys.executable, *command], env=env, stdin=subprocess.DEVNULL,
+                               preexec_fn=partial(end_with_parent, os.getpid(), signal.SIGTERM))
+    try:
+        yield process
+    except KeyboardInterrupt:
+        # A terminal sends Ctrl-C to both. It must come before the SIGTERM: as the second signal, it would end a run
+        # without a checkpoint.
+        for timeout_s in (1, END_TIMEOUT_S):
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(timeout_s)
+            process.terminate()
+        raise
 
 
 def run_module(module, *flags, env=None):
-    """Runs a script of this project as start_module does, up to its end. Raises BadInput if it fails."""
-    status = start_module(module, *flags, env=env).wait()
+    """Runs a script of this project as started_module does, up to its end. Raises BadInput if it fails."""
+    with started_module(module, *flags, env=env) as process:
+        status = process.wait()
     if status:
         raise BadInput(f"{module} ended with status {status}: see above")

@@ -1,4 +1,5 @@
 """Completes text at a cursor: makes a prompt of the text around it, and shapes the model's text for an editor."""
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -11,6 +12,8 @@ from nanochat.infer.prompt import gap_prompt
 from nanochat.infer.sample import GREEDY_BELOW, Sampling, ignore, never_stop
 
 COPIED = (64, 48, 32, 24, 16, 12, 8, 6)  # characters before the cursor that must stand elsewhere in the file
+LONGEST_COPY = 400  # characters: a longer line is data
+_REST_OF_LINE = re.compile(r"(\r?\n)?[^\r\n]*")  # at a line's end, the next line
 
 
 @dataclass(frozen=True)
@@ -64,11 +67,7 @@ class Completer:
 
         copy = "", 0
         if self.copies and suffix is not None and options.sampling.temperature < GREEDY_BELOW:
-            text, length = copied(prefix, suffix)
-            shaper = Shaper(suffix, options, ignore)
-            shaper.add(text)
-            if (text := shaper.finish()).strip():
-                copy = text, length  # each character that agrees lets tokens be e times unlikelier
+            copy = self._copy(prefix, suffix, options)
         samples = self.engine.completions(prompt.parts, options.sampling, add, keep_going=goes_on, copy=copy)
         reasons = []
         for sample, shaper in zip(samples, shapers, strict=True):
@@ -83,6 +82,18 @@ class Completer:
                           prompt.is_cut)
 
 
+    def _copy(self, prefix, suffix, options):
+        """Returns a copy for the gap, and the nats by which the model may find a token of it unlikely; or ("", 0)."""
+        text, length = copied(prefix, suffix)
+        if len(text) > LONGEST_COPY or suffix.startswith(text):
+            return "", 0
+        shaper = Shaper(suffix, options, ignore)
+        shaper.add(text)
+        text = shaper.finish()
+        # Each character that agrees lets tokens be e times unlikelier.
+        return (text, length) if text.strip() else ("", 0)
+
+
 def copied(before, after):
     """Returns what follows the last characters of `before` where most of them stand once more, in `before` or `after`,
     up to the end of the line, or of the next one; and how many these are. Returns ("", 0) if they stand nowhere."""
@@ -90,9 +101,7 @@ def copied(before, after):
         end = before[-length:]
         for text, at in ((before, before.rfind(end, 0, len(before) - 1)), (after, after.find(end))):
             if len(end) == length and at != -1:
-                rest = text[at + length:]
-                line_end = rest.find("\n", 1)
-                return rest[:line_end] if line_end != -1 else rest, length
+                return _REST_OF_LINE.match(text, at + length)[0], length
     return "", 0
 
 

@@ -153,6 +153,7 @@ def test_the_plan_says_how_often_each_source_is_read(data, byte_tokenizer_dir, t
     ("{own = 9, big = 1}", "{own = 9}", "each source of the stage from = 0.8 has epochs: leave"),
     ('dir = "own"', "", "source own has no dir"),
     ('dir = "own"', 'dir = "own"\nval = 3', "source own: val = 3 names no folder"),
+    ('dir = "own"', 'dir = "own"\nval = "a\\u0000b"', "source own: val = .* names no folder"),
     ('dir = "own"', 'dir = "s3://own"', "it is neither gs://BUCKET/FOLDER nor a folder"),
     ("[sources.own]", '[sources."a b"]', "source a b: name it with letters"),
     ("[sources.own]", "[sources.own", "cannot be read as a table of TOML"),

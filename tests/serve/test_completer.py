@@ -19,7 +19,16 @@ def test_a_copy_continues_the_longest_text_that_stands_elsewhere_in_the_file():
     assert copied("int alpha = first;\na(alph", "\nb(alpha, 2);\n") == ("", 0)  # fewer than 6 characters
     assert copied("int alpha = first;\nmore\n\nint alph", "\nmore\n\nint alpha = last;\n") == ("a = last;", 12)
     assert copied("first(a);\nlast(b);\n}\n\nfirst(a);", "") == ("\nlast(b);", 8)  # at the end of a line, the next one
+    assert copied("first(a);\r\nlast(b);\r\n}\r\nfirst(a)", "") == (";", 8)
+    assert copied("first(a);\r\nlast(b);\r\n}\r\nfirst(a);", "") == ("\r\nlast(b);", 8)
     assert copied("abc", "") == copied("", "") == ("", 0)
+
+
+def test_what_follows_the_cursor_and_what_is_too_long_for_a_line_is_no_copy(completer):
+    options = Options(Sampling(max_tokens=9))
+    assert completer._copy("int alpha = first;\nint alph", "", options) == ("a = first;", 8)
+    assert completer._copy("int alpha = first;\nint alph", "a = first;\n", options) == ("", 0)
+    assert completer._copy("alphabet" + "(" * 20_000 + "\nalphabet", "(" * 20_000, options) == ("", 0)
 
 
 @pytest.mark.parametrize("text, suffix, kept", [

@@ -1,0 +1,28 @@
+"""Scripts that start other scripts of this project."""
+import time
+
+import pytest
+
+from nanochat.run.processes import started_module
+
+ENDS_SLOWLY = """
+import pathlib, signal, time
+def end(*_):
+    time.sleep(0.3)
+    pathlib.Path("saved").touch()
+    raise SystemExit
+signal.signal(signal.SIGTERM, end)
+pathlib.Path("ready").touch()
+time.sleep(60)
+"""
+
+
+def test_ctrl_c_waits_for_a_script_that_still_saves(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ends_slowly.py").write_text(ENDS_SLOWLY)
+    with pytest.raises(KeyboardInterrupt), started_module("ends_slowly") as process:
+        while not (tmp_path / "ready").exists():
+            assert process.poll() is None
+            time.sleep(0.02)
+        raise KeyboardInterrupt
+    assert (tmp_path / "saved").exists() and process.returncode == 0
