@@ -133,7 +133,7 @@ def run_main(body, **options):
  work = f"import os, signal, time; os.kill({os.getpid()}, signal.SIGINT); time.sleep(1000)"
  from nanochat.corpus.workers import worker_pool
  with worker_pool(2) as run:
-  run(exec, [(work,)] * 3, print)""", 130, "stopped by Ctrl-C\n"),
+  run(exec, [(work,)] + [("import time; time.sleep(1000)",)] * 2, print)""", 130, "stopped by Ctrl-C\n"),
     # Where worker processes begin.
     (""" signal.signal(signal.SIGINT, signal.default_int_handler)
  def calls():

@@ -36,14 +36,20 @@ def worker_pool(workers):
         try:
             yield run
         except BaseException as error:
+            interrupted = isinstance(error, KeyboardInterrupt)
+            if interrupted:
+                signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C would stop what follows halfway
             # Otherwise the end of the block would wait until all calls that are still queued were done.
+            manager = pool._executor_manager_thread
             pool.shutdown(wait=False, cancel_futures=True)
-            if isinstance(error, KeyboardInterrupt):
+            if interrupted:
                 # run_script then ends this process at once. Without this, Python would complain of leaked semaphores,
                 # and a worker that has just begun of lost ones.
                 for process in multiprocessing.active_children():
                     process.kill()
                     process.join(1)
+                if manager is not None:
+                    manager.join(5)  # it frees semaphores, too, in two steps that an end in between would part
                 multiprocessing.util._run_finalizers(0)
             raise
 
