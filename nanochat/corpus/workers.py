@@ -1,4 +1,5 @@
 """Runs tasks in worker processes that end with the process that started them, and lets tasks write files whole."""
+import functools
 import multiprocessing.util
 import os
 import signal
@@ -19,39 +20,43 @@ def worker_pool(workers):
     # spawn, because this process has threads by now (apt's downloads, pyarrow, tqdm), and fork would break them
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=end_with_parent,
                              initargs=(os.getpid(),)) as pool:
-        def run(function, calls, done):
-            # The processes begin here, and inherit the mask: Ctrl-C reaches all, and the parent's end is theirs. Here
-            # another thread may take the signal, and Python would raise it in this one while a process begins.
-            held = []
-            handler = signal.signal(signal.SIGINT, lambda *_: held.append(True))
-            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-            futures = {pool.submit(function, *arguments): i for i, arguments in enumerate(calls)}
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-            signal.signal(signal.SIGINT, handler)
-            if held and callable(handler):
-                handler(signal.SIGINT, None)
-            for future in as_completed(futures):
-                done(futures[future], future.result())
-
         try:
-            yield run
+            yield functools.partial(_run_in, pool)
         except BaseException as error:
-            interrupted = isinstance(error, KeyboardInterrupt)
-            if interrupted:
-                signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C would stop what follows halfway
-            # Otherwise the end of the block would wait until all calls that are still queued were done.
-            manager = pool._executor_manager_thread
-            pool.shutdown(wait=False, cancel_futures=True)
-            if interrupted:
-                # run_script then ends this process at once. Without this, Python would complain of leaked semaphores,
-                # and a worker that has just begun of lost ones.
-                for process in multiprocessing.active_children():
-                    process.kill()
-                    process.join(1)
-                if manager is not None:
-                    manager.join(5)  # it frees semaphores, too, in two steps that an end in between would part
-                multiprocessing.util._run_finalizers(0)
+            _abandon(pool, interrupted=isinstance(error, KeyboardInterrupt))
             raise
+
+
+def _run_in(pool, function, calls, done):
+    # The processes begin here, and inherit the mask: Ctrl-C reaches all, and the parent's end is theirs. Here another
+    # thread may take the signal, and Python would raise it in this one while a process begins.
+    held = []
+    handler = signal.signal(signal.SIGINT, lambda *_: held.append(True))
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    futures = {pool.submit(function, *arguments): i for i, arguments in enumerate(calls)}
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    signal.signal(signal.SIGINT, handler)
+    if held and callable(handler):
+        handler(signal.SIGINT, None)
+    for future in as_completed(futures):
+        done(futures[future], future.result())
+
+
+def _abandon(pool, interrupted):
+    """Drops the calls that wait, because the pool's end would wait until all were done. After Ctrl-C it ends the
+    workers, too, and frees the pool's semaphores: run_script then ends this process at once, and Python would complain
+    of leaked semaphores, and a worker that has just begun of lost ones."""
+    if interrupted:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C would stop what follows halfway
+    manager = pool._executor_manager_thread
+    pool.shutdown(wait=False, cancel_futures=True)
+    if interrupted:
+        for process in multiprocessing.active_children():
+            process.kill()
+            process.join(1)
+        if manager is not None:
+            manager.join(5)  # it frees semaphores, too, in two steps that an end in between would part
+        multiprocessing.util._run_finalizers(0)
 
 
 def _run_here(function, calls, done):
