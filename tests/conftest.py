@@ -29,11 +29,15 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # the project is compiled once,
 sys.dont_write_bytecode = False
 
 import pytest  # noqa: E402
-import torch_xla  # noqa: E402
 
-from scripts import base_train  # noqa: E402
 
-torch_xla.device()  # PyTorch's autograd engine counts the devices at the first backward pass and never again
+@pytest.fixture(scope="session", autouse=True)
+def xla_device():
+    """PyTorch's autograd engine counts the devices at the first backward pass and never again.
+
+    Here, because the process that only hands out the tests (make test) need not import torch_xla."""
+    import torch_xla
+    torch_xla.device()
 
 
 # -----------------------------------------------------------------------------
@@ -206,13 +210,15 @@ def train(base_dir, tiny, warm_ranks):
     without: names of flags of `tiny` that are left out.
     """
 
+    from scripts.base_train import main
+
     def run(*flags, run="test", devices=1, status=0, new_process=(), without=(), **env):
         common = [flag for flag in tiny if flag.partition("=")[0].removeprefix("--") not in without]
         flags = last_of_each(f"--run={run}", *common, *flags)
         if new_process:
             process = run_python(*new_process, *flags, devices=devices, **env)
         else:
-            process = warm_ranks(devices).call(base_train.main, flags, **env)
+            process = warm_ranks(devices).call(main, flags, **env)
         assert process.returncode == status, process.stdout[-2000:] + process.stderr[-4000:]
         return add_records(process, base_dir / "checkpoints" / run)
 
@@ -222,11 +228,12 @@ def train(base_dir, tiny, warm_ranks):
 @pytest.fixture(scope="session")
 def reference(tiny, warm_ranks, tmp_path_factory):
     """Returns an uninterrupted run with these flags, like `train`. Tests share it: its directory is not theirs."""
+    from scripts.base_train import main
 
     @functools.cache
     def run(*flags, devices=1):
         base_dir = tmp_path_factory.mktemp("reference")
-        process = warm_ranks(devices).call(base_train.main, last_of_each("--run=reference", *tiny, *flags),
+        process = warm_ranks(devices).call(main, last_of_each("--run=reference", *tiny, *flags),
                                            NANOCHAT_BASE_DIR=str(base_dir))
         assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-4000:]
         return add_records(process, base_dir / "checkpoints" / "reference")

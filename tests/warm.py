@@ -26,9 +26,6 @@ from pathlib import Path
 from unittest import mock
 
 from nanochat.common import run_script
-from nanochat.device.ranks import prepare_xla_environment
-from nanochat.run.processes import end_process_on_error
-from nanochat.train import launch
 
 ROOT = Path(__file__).resolve().parents[1]
 TIMEOUT_S = 300  # for one call, on a machine that does other work too
@@ -99,6 +96,9 @@ class WarmRanks:
 
 def main():
     from torch_xla._internal import pjrt
+
+    from nanochat.device.ranks import prepare_xla_environment
+    from nanochat.run.processes import end_process_on_error
     prepare_xla_environment("xla")
     connection = Connection(int(sys.argv[1]))
     inboxes = [queue.SimpleQueue() for _ in range(int(os.environ["CPU_NUM_DEVICES"]))]
@@ -111,6 +111,8 @@ def serve(connection, inboxes):
     """Runs in the thread of every rank. Rank 0 serves the test's process until that has ended; the others train when
     rank 0 tells them to, through their inboxes."""
     import torch_xla.runtime as xr
+
+    from nanochat.train import launch
     rank = xr.global_ordinal()
     if rank > 0:
         while True:
@@ -138,6 +140,8 @@ def serve(connection, inboxes):
 def train_as_rank(run, statuses):
     """Trains, as base_train's ranks do, and puts the exit status into the queue. An error ends the process: the other
     ranks would wait for this one for ever."""
+    from nanochat.run.processes import end_process_on_error
+    from nanochat.train import launch
     end_process_on_error(lambda: statuses.put(launch.train(run)), os.devnull)
 
 

@@ -380,10 +380,9 @@ def test_ctrl_c_twice_ends_at_once_and_without_warnings_of_python(start):
     assert "leaked semaphore" not in output and "resource_tracker" not in output
 
 
-@pytest.mark.parametrize("number, reason", [
-    pytest.param(signal.SIGKILL, "was ended by SIGKILL: the run ends", marks=pytest.mark.slow),
-    (signal.SIGSTOP, "has not finished a step at step "),
-])
+@pytest.mark.slow
+@pytest.mark.parametrize("number, reason", [(signal.SIGKILL, "was ended by SIGKILL: the run ends"),
+                                            (signal.SIGSTOP, "has not finished a step at step ")])
 def test_a_rank_that_is_killed_or_hangs_ends_the_run_with_the_reason(start, number, reason):
     run = start("test", "--step_timeout_s=10", "--num_iterations=100000")
     read_until(run, "step 00020")

@@ -25,17 +25,16 @@ def test_importing_the_script_leaves_the_xla_runtime_uninitialised():
     subprocess.run([sys.executable, "-c", code], check=True, timeout=TIMEOUT_S)
 
 
-def test_one_two_and_four_devices_give_the_same_losses(reference):
+@pytest.mark.parametrize("devices", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_several_devices_give_the_losses_of_one(reference, devices):
     slowly = "--warmup_steps=6"  # at the full rates, what rounding makes of sums in another order would grow
-    by_devices = {devices: reference(slowly, devices=devices) for devices in (1, 2, 4)}
-    one = by_devices[1]
+    one, several = reference(slowly), reference(slowly, devices=devices)
     assert sorted(one.losses) == [1, 2, 3, 4, 5, 6] and sorted(one.bpb) == [0, 3, 6]
     assert one.bpb[6] < one.bpb[0]
-    for devices in (2, 4):
-        assert by_devices[devices].losses == pytest.approx(one.losses, rel=2e-6)
-        assert by_devices[devices].bpb == pytest.approx(one.bpb, rel=2e-6)
-        assert [r["val_bytes"] for r in by_devices[devices].records if "val_bytes" in r] == \
-               [r["val_bytes"] for r in one.records if "val_bytes" in r]
+    assert several.losses == pytest.approx(one.losses, rel=2e-6)
+    assert several.bpb == pytest.approx(one.bpb, rel=2e-6)
+    assert [r["val_bytes"] for r in several.records if "val_bytes" in r] == \
+           [r["val_bytes"] for r in one.records if "val_bytes" in r]
 
 
 def test_a_run_that_is_stopped_and_resumed_gives_the_same_bits(train, reference):
@@ -174,7 +173,8 @@ def test_lines_of_the_log_count_no_evaluation_and_precede_every_checkpoint(train
     assert last["interruptions"] == last["bad_steps"] == 0
 
 
-@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [1, 2])
 def test_fifty_steps_compile_in_the_first_only_fall_back_never_and_fetch_only_to_log(devices, byte_tokenizer_dir,
                                                                                      tmp_path):
     """Read from torch_xla's own counters, by a program that spawns the ranks as base_train does."""

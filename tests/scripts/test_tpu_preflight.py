@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -160,6 +161,38 @@ def test_the_search_for_a_mesh_tries_those_on_which_a_run_is_possible(monkeypatc
         assert (mesh.fsdp, mesh.tensor, mesh.chips) == (fsdp, trial.devices.mesh_tensor, 8)
 
 
+TRACER = """
+import contextlib, io, json, os, sys
+from nanochat.preflight import trace
+trace.prepare_environment()
+for line in sys.stdin:
+    code, sys.argv[1:], os.environ["NANOCHAT_BASE_DIR"] = json.loads(line)
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        exec(code, {})
+    print(json.dumps(output.getvalue().splitlines()), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def traced():
+    """Runs code with these flags as its arguments in a process that traces for TPUs, and returns the lines that it
+    prints. One process serves all tests, which import torch_xla and jax once."""
+    process = subprocess.Popen([sys.executable, "-c", TRACER], text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+    def run(code, flags):
+        watchdog = threading.Timer(300, process.kill)
+        watchdog.start()
+        process.stdin.write(json.dumps([code, flags, os.environ["NANOCHAT_BASE_DIR"]]) + "\n")
+        process.stdin.flush()
+        answer = process.stdout.readline()
+        watchdog.cancel()
+        assert answer, f"the tracing process has ended with status {process.wait()}"
+        return json.loads(answer)
+
+    yield run
+    process.communicate()
+
+
 def test_a_compiler_that_takes_too_long_is_one_line(preflight, tiny):
     process = preflight("--accelerator=v5litepod-4", "--kernel=current", "--timeout_s=1", *tiny, status=1)
     assert process.stderr.splitlines()[-1].startswith("error: the TPU compiler took more than --timeout_s=1 for ")
@@ -168,8 +201,6 @@ def test_a_compiler_that_takes_too_long_is_one_line(preflight, tiny):
 
 TRACE = """
 import json, sys
-from nanochat.preflight import trace
-trace.prepare_environment()
 from nanochat.train.flags import parse_flags
 from nanochat.preflight.language import trace_run
 _, programs = trace_run(parse_flags(sys.argv[1:]), chips=4)
@@ -177,11 +208,10 @@ print(json.dumps({name: (program.hlo_hash, sorted(program.donated)) for name, pr
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", [
-    ["--kernel=current"],
-    pytest.param(["--kernel=current", "--teacher=teacher"], marks=pytest.mark.slow),
-    pytest.param(["--kernel=current", "--seq_len_ramp=0:32,1:128"], marks=pytest.mark.slow)])
-def test_the_compiled_programs_are_those_that_base_train_runs(train, tiny, tmp_path, kernel):
+    ["--kernel=current"], ["--kernel=current", "--teacher=teacher"], ["--kernel=current", "--seq_len_ramp=0:32,1:128"]])
+def test_the_compiled_programs_are_those_that_base_train_runs(train, traced, tiny, tmp_path, kernel):
     """Compares their HLO and their donated arguments with those that XLA gets in a run on four CPU devices.
 
     The run's programs are dumped before XLA optimises them, so that it need not optimise them well.
@@ -197,8 +227,7 @@ def test_the_compiled_programs_are_those_that_base_train_runs(train, tiny, tmp_p
     with subprocess.Popen([sys.executable, "-m", "scripts.base_train", "--device_type=xla", *flags],
                           env=environment) as training:
         try:
-            traced = json.loads(subprocess.run([sys.executable, "-c", TRACE, *flags], check=True, timeout=300,
-                                               text=True, stdout=subprocess.PIPE).stdout.splitlines()[-1])
+            programs = json.loads(traced(TRACE, flags)[-1])
             assert training.wait(timeout=300) == 0
         finally:
             training.kill()  # does nothing to a process that has ended
@@ -207,8 +236,8 @@ def test_the_compiled_programs_are_those_that_base_train_runs(train, tiny, tmp_p
         donors = re.search(r"buffer_donor=\{(.*?) \}", path.read_text())
         trained[hlo.hash_of_program(path.read_text())] = re.findall(r"\((\d+), ", donors[1] if donors else "")
     of_micro = ["micro_step 128", "micro_step 32"] if "--seq_len_ramp=0:32,1:128" in kernel else ["micro_step"]
-    assert sorted(traced) == ["evaluate", *of_micro, "update"]
-    for name, (hlo_hash, donated) in traced.items():
+    assert sorted(programs) == ["evaluate", *of_micro, "update"]
+    for name, (hlo_hash, donated) in programs.items():
         assert trained[hlo_hash] == [str(index) for index in donated], name
 
 
@@ -225,21 +254,19 @@ def test_a_mesh_compiles_for_a_pod_whose_exchanges_cannot_be_asynchronous(prefli
 
 TRACE_AS_RANKS = """
 import functools, json, sys
-from nanochat.preflight import trace
-trace.prepare_environment()
+from unittest import mock
 from nanochat.preflight import language
 from nanochat.train.flags import parse_flags
-dist = language.Dist
 for rank in (0, 3, 254):
-    language.Dist = functools.partial(dist, rank=rank)
-    run, programs = language.trace_run(parse_flags(sys.argv[1:]), chips=256)
+    with mock.patch.object(language, "Dist", functools.partial(language.Dist, rank=rank)):
+        run, programs = language.trace_run(parse_flags(sys.argv[1:]), chips=256)
     hashes = {name: program.hlo_hash for name, program in programs.items()}
     print(json.dumps([hashes, run.memory_groups().get("teacher")]))
 """
 
 
 @pytest.mark.parametrize("teacher", [(), pytest.param(("--teacher=teacher",), marks=pytest.mark.slow)])
-def test_all_ranks_of_a_mesh_run_the_same_programs(train, tiny, teacher):
+def test_all_ranks_of_a_mesh_run_the_same_programs(train, traced, tiny, teacher):
     """Otherwise their collectives would not meet on a TPU, where each rank traces for itself. Each of these 256 holds a
     quarter of the teacher's weights, in bf16."""
     of_model = [flag for flag in tiny if "tokenizer" not in flag]  # all ranks divide the shipped one's tokens
@@ -248,10 +275,9 @@ def test_all_ranks_of_a_mesh_run_the_same_programs(train, tiny, teacher):
               "--eval_every=-1", "--save_every=1", run="teacher")
     flags = last_of_each(*of_model, "--kernel=chunked", "--num_heads=4", "--mesh_fsdp=2", "--mesh_tensor=2",
                          "--num_lanes=128", "--total_batch_size=16384", *teacher)
-    traced = subprocess.run([sys.executable, "-c", TRACE_AS_RANKS, *flags], check=True, timeout=300, text=True,
-                            stdout=subprocess.PIPE).stdout.splitlines()
-    hashes, teacher_bytes = json.loads(traced[0])
-    assert len(traced) == 3 and len(set(traced)) == 1 and len(set(hashes.values())) == 3
+    of_ranks = traced(TRACE_AS_RANKS, flags)
+    hashes, teacher_bytes = json.loads(of_ranks[0])
+    assert len(of_ranks) == 3 and len(set(of_ranks)) == 1 and len(set(hashes.values())) == 3
     if teacher:
         weights = 2 * 12 * 128**2 + 3 * load_tokenizer(SHIPPED_DIR).n_vocab * 128
         assert teacher_bytes == pytest.approx(2 * weights / 4, rel=0.01)
@@ -271,9 +297,7 @@ def test_base_train_ends_with_3_before_it_trains_what_does_not_fit(base_dir, tin
 LINES_OF_PRODUCTS = """
 import re, sys
 from jaxlib import xla_client
-from nanochat.preflight import trace
 from nanochat.preflight.compiler_process import with_lines_in_loops, with_source_lines
-trace.prepare_environment()
 from nanochat.train.flags import parse_flags
 from nanochat.preflight.language import trace_run
 program = trace_run(parse_flags(sys.argv[1:]), chips=4)[1]["micro_step"]
@@ -283,12 +307,10 @@ print(*sorted(set(re.findall('"([^"]*) aten__mm"', text))), sep=chr(10))
 """
 
 
-def test_operations_are_named_by_the_line_that_they_come_from_also_in_loops(tiny):
+def test_operations_are_named_by_the_line_that_they_come_from_also_in_loops(traced, tiny):
     """Checked on the matrix products, whose lines show what they are."""
     flags = last_of_each("--kernel=chunked", *tiny)
-    output = subprocess.run([sys.executable, "-c", LINES_OF_PRODUCTS, *flags], check=True, timeout=300, text=True,
-                            stdout=subprocess.PIPE).stdout
-    names = re.findall(r"^(\S+\.py):(\d+)", output, re.MULTILINE)
+    names = re.findall(r"^(\S+\.py):(\d+)", "\n".join(traced(LINES_OF_PRODUCTS, flags)), re.MULTILINE)
     assert len(names) > 10
     for path, number in names:
         line = Path(path).read_text().splitlines()[int(number) - 1]

@@ -16,15 +16,27 @@ from nanochat.train.flags import parse_flags
 from nanochat.train.language import make_task
 from nanochat.train.prepare import prepare, run_directory
 from nanochat.train.start import as_begun
-from tests.conftest import last_of_each
+from scripts.base_train import main
+from tests.conftest import add_records, last_of_each
 
 RATES = ("matrix_lr", "embedding_lr", "unembedding_lr", "scalar_lr")
 
 
-@pytest.fixture
-def first(train):
+@pytest.fixture(scope="module")
+def trained(tiny, warm_ranks, tmp_path_factory):
     """A run of 8 steps whose rates fall after step 4, with checkpoints of steps 4 and 8."""
-    return train("--num_iterations=8", "--eval_every=2", "--save_every=4", run="first", devices=2)
+    base_dir = tmp_path_factory.mktemp("first")
+    flags = last_of_each("--run=first", *tiny, "--num_iterations=8", "--eval_every=2", "--save_every=4")
+    process = warm_ranks(2).call(main, flags, NANOCHAT_BASE_DIR=str(base_dir))
+    assert process.returncode == 0, process.stderr
+    return add_records(process, base_dir / "checkpoints" / "first")
+
+
+@pytest.fixture
+def first(trained):
+    """The same run, as a copy in the base directory of this test."""
+    shutil.copytree(trained.run_dir, get_base_dir() / "checkpoints" / "first")
+    return trained
 
 
 def resume_without(other, run, step):
