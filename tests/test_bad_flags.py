@@ -97,7 +97,8 @@ def in_folder(folder):
 
 @pytest.mark.parametrize("name", sorted(WORK))
 def test_bad_flags_are_one_line_that_names_what_is_wrong(name, corpus_dir, byte_tokenizer_dir, base_dir, tmp_path,
-                                                         monkeypatch):
+                                                         monkeypatch, request):
+    """With 100 command lines; with 30 where only the quick tests run."""
     module = importlib.import_module(f"scripts.{name}")
     if name == "lsp":
         pytest.importorskip("pygls")
@@ -152,7 +153,9 @@ def test_bad_flags_are_one_line_that_names_what_is_wrong(name, corpus_dir, byte_
     write_puzzles(made_puzzles, "sudoku", (2, 2), dict.fromkeys(("train", "val"), [([0] * 16, [1] * 16, 0)]))
     outcomes = set()
 
-    @settings(max_examples=100, deadline=None, database=None, derandomize=True,
+    max_examples = 30 if request.config.getoption("markexpr") == "not slow" else 100
+
+    @settings(max_examples=max_examples, deadline=None, database=None, derandomize=True,
               suppress_health_check=list(HealthCheck))
     @given(command_lines(module))
     def call(found):
