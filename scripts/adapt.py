@@ -3,14 +3,15 @@
     python3 -m scripts.adapt --checkpoint=RUN --source=~/src/project
 
 It holds out a tenth of the text (200 kB at most). It trains on the rest and, for as many tokens, on the data of RUN, so
-that the model forgets little. Training ends after --epochs or --minutes, or once the held-out files gain no more.
+that the model forgets little. Training ends after --epochs or --minutes, or once the held-out files gain no more. After
+Ctrl-C, the same command goes on where it was.
 """
 import hashlib
 import json
 import os
 import shutil
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -37,6 +38,7 @@ EVAL_TOKENS = 2**16
 EVALUATIONS = 6
 PATIENCE = 2  # evaluations without a gain
 KEPT = ("tokenizer_dir", "device_batch_size", "fim_rate", "fim_context", "weight_decay")  # flags of RUN
+UNFINISHED_FILE = "unfinished.json"  # of a command that has not ended: its flags, and later those of its training
 RATES = ("matrix_lr", "embedding_lr", "unembedding_lr", "scalar_lr")
 
 
@@ -60,7 +62,8 @@ def divide(shards, folder):
         for text, project, path in read_columns(shard, "project", "path"):
             files[f"{project}/{path}"] = text.decode(errors="replace")
     if len(files) < 2:
-        raise BadInput("the project has a single C++ file, and one must be held out: name a larger project")
+        raise BadInput("the project has a single C++ file that is no copy of another, and one must be held out: name a "
+                       "larger project")
     names = []
     held_out = []
     budget = min(HELD_OUT * sum(map(len, files.values())), HELD_OUT_CHARS)
@@ -134,13 +137,18 @@ def train(module, flags, metrics):
     with started_module(module, *flags) as process:
         while process.poll() is None:
             time.sleep(1)
-            found = list(evaluations(metrics).values())
-            if not is_told and len(found) > PATIENCE and min(found[-PATIENCE:])[0] >= min(found[:-PATIENCE])[0]:
+            if not is_told and gain_no_more(metrics):
                 print("the held-out files gain no more", flush=True)
                 process.terminate()
                 is_told = True
     if process.returncode != 0 and not (is_told and process.returncode == EXIT_STATUS):
         raise BadInput(f"base_train ended with status {process.returncode}: see above")
+
+
+def gain_no_more(metrics):
+    """Returns whether the held-out files have gained nothing in the last evaluations."""
+    found = [own for own, _ in evaluations(metrics).values()]
+    return len(found) > PATIENCE and min(found[-PATIENCE:]) >= min(found[:-PATIENCE])
 
 
 def evaluations(metrics):
@@ -149,14 +157,22 @@ def evaluations(metrics):
     if metrics.exists():
         for line in metrics.read_text().splitlines():
             record = parse_record(line)
-            if record and "val_bpb_own" in record:
+            if record and {"val_bpb_own", "val_bpb_old"} <= record.keys():
                 found[record["step"]] = record["val_bpb_own"], record["val_bpb_old"]
     return found
 
 
-def adapt(flags, path, meta, old, folder, metrics):
-    """Prepares the project, trains, and says what that has gained."""
-    shutil.rmtree(folder / "project", ignore_errors=True)  # of a try that ended before it trained
+def read_unfinished(path):
+    """Returns the flags of the command that has not ended, None if there is none, and those of its training, [] until
+    it begins."""
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None, []
+
+
+def prepare(flags, path, meta, old, folder):
+    """Prepares the project in `folder`, and returns the flags of its training."""
     run_module("scripts.prepare_data", f"--source={flags.source}", f"--out_dir={folder / 'project'}", "--eval_only")
     divide(open_shards(sorted((folder / "project" / "val").glob("*.parquet"))), folder / "own")
     own = open_shards([folder / "own" / "train" / "shard_00000.parquet"])
@@ -172,7 +188,11 @@ dir = {old_dir}
 val = {old_val}
 weight = 1
 ''', encoding="utf-8")
-    train("scripts.base_train", training_flags(flags, path, meta, steps, folder), metrics)
+    return training_flags(flags, path, meta, steps, folder)
+
+
+def report(flags, metrics):
+    """Says what the training has gained."""
     found = evaluations(metrics)
     best = min(found, key=found.get)
     for name, before, now in zip(("its held-out files", "the old validation text"), found[0], found[best], strict=True):
@@ -185,18 +205,34 @@ weight = 1
 
 def main(argv=None):
     (flags,) = read_flags(argv, __doc__, {Flags: "flags"})
-    path = find_checkpoint(flags.checkpoint)
-    meta = load_language_meta(path)
-    if not meta.flags:
-        raise BadInput(f"{path} was imported, and nothing says how it was trained: adapt a run of base_train")
-    run_dir = run_directory(TrainFlags(RunFlags(flags.run)))
-    if (run_dir / METRICS_FILE).exists():
-        raise BadInput(f"--run={flags.run} is there already ({run_dir}): choose another name, or delete it")
-    old = old_data(flags, meta, path)
-    folder = require_writable_dir(get_base_dir() / "adapt" / flags.run)
+    metrics = run_directory(TrainFlags(RunFlags(flags.run))) / METRICS_FILE
+    folder = get_base_dir() / "adapt" / flags.run
+    unfinished = folder / UNFINISHED_FILE
+    given, training = read_unfinished(unfinished)
+    goes_on = given == asdict(flags)  # with the project that is prepared, and with the training
+    is_training = metrics.exists()
+    if is_training and not (goes_on and training):
+        raise BadInput(f"--run={flags.run} is there already ({metrics.parent}): choose another name, delete it, or, if "
+                       "it has not ended, give the flags that it began with")
+    if not is_training:
+        path = find_checkpoint(flags.checkpoint)
+        meta = load_language_meta(path)
+        if not meta.flags:
+            raise BadInput(f"{path} was imported, and nothing says how it was trained: adapt a run of base_train")
+        old = old_data(flags, meta, path)
+    require_writable_dir(folder)
     busy = f"--run={flags.run} is in use by another process: wait for its end, or choose another name"
     with locked(folder / ".lock", busy):
-        adapt(flags, path, meta, old, folder, run_dir / METRICS_FILE)
+        if not is_training:
+            if not goes_on:
+                shutil.rmtree(folder / "project", ignore_errors=True)
+            unfinished.write_text(json.dumps([asdict(flags), []]))
+            training = prepare(flags, path, meta, old, folder)
+            unfinished.write_text(json.dumps([asdict(flags), training]))
+        if not gain_no_more(metrics):
+            train("scripts.base_train", training, metrics)
+        report(flags, metrics)
+        unfinished.unlink()
 
 
 if __name__ == "__main__":

@@ -36,10 +36,15 @@ from nanochat.judge.problems import digest, read_problems
 LOCK_FILE = ".prepare_data.lock"
 
 
+def paths(text):
+    """Returns the paths of --source. A comma does not divide the path of something that is there."""
+    return [text] if os.path.exists(os.path.expanduser(text)) else names(text)
+
+
 @dataclass(frozen=True)
 class SourceFlags:
     source: list = flag((), "projects (directories, git checkouts, tarballs) or tables (parquet, JSON Lines), "
-                        "separated by commas", of=names)
+                        "separated by commas", of=paths)
     text_column: str | None = flag(None, "column of the tables' text; default: text, content, code, contents or "
                                    "source_code", of=not_empty)
     where: str = flag("", "which rows of the tables, such as 'score >= 3 and language == \"C++\"'", of=not_empty)

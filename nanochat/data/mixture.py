@@ -158,7 +158,10 @@ def _source_of(name, source, folder):
     for key in source.keys() & {"dir", "val"}:
         if not isinstance(source[key], str) or not source[key] or "\0" in source[key]:
             raise BadInput(f"source {name}: {key} = {source[key]!r} names no folder of shards: correct it")
-        place = data_place(source[key])
+        try:
+            place = data_place(source[key])
+        except BadInput as error:
+            raise BadInput(f"source {name}: {key} = {source[key]!r}: {error}") from None
         places[key] = place if in_bucket(place) else str(folder / place)
     return Source(name, places["dir"], epochs, places.get("val"))
 

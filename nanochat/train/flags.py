@@ -124,6 +124,7 @@ class DataFlags(TextFlags):
     fim_context: float = flag(0.0, "with --fim_rate, the largest share of a row for other files of the project; "
                               "docs/data.md#fill-in-the-middle", at_least=0, at_most=0.75)
     synthetic_data: bool = flag(False, "train on random tokens, to test a machine without data")
+    validation: str = ""  # no flag: the places of the validation sets, so that a resumed run can say what has changed
 
     def folder(self, split):
         return self.val_dir if split == "val" else self.data_dir

@@ -1,5 +1,4 @@
 """The task of base_train: predict the next token of C++."""
-import math
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ from nanochat.data.shards import open_text
 from nanochat.data.tokenizer import Tokenizer, load_tokenizer
 from nanochat.device.ranks import print0
 from nanochat.infer.engine import Engine
-from nanochat.infer.loss_eval import bits_per_byte, with_suffixes
+from nanochat.infer.loss_eval import bits_per_byte, read_rows, with_suffixes
 from nanochat.infer.sample import BrokenModel
 from nanochat.kernels.choose import get_kernels
 from nanochat.kernels.sharded import Sharding
@@ -93,7 +92,7 @@ class LanguageTask:
     validation_sets: dict = field(default_factory=dict)  # as in DataFlags; read once: --data_mix may be edited later
     name = "language"
     changing_flags = (*flags_of((BatchFlags, OptimConfig, DistillationFlags), but={"device_batch_size"}),
-                      "compute_dtype", "products")
+                      "compute_dtype", "products", "validation")
 
     @property
     def num_lanes(self):
@@ -251,42 +250,49 @@ class LanguageTask:
 
     def evaluate(self, training, dist, step, is_cut_short):
         """Returns the bits per byte of the validation text, and with --fim_rate of middles in it; {} if a stop cuts it
-        short: the resumed run repeats it."""
+        short: the resumed run repeats it. A text that cannot be read is skipped with a warning."""
         # The ranks divide the same rows, so the result does not depend on their number.
         seq_len = self.plan.config.max_seq_len
         num_rows = max(self.flags.record.eval_tokens // seq_len, 1)
         print0(f"evaluating {num_rows * seq_len:,} tokens of the validation text")
         measure = partial(self._measure, training.compiled_model, dist, is_cut_short)
         metrics = {}
+        of_run, *_ = self.validation_sets  # the first set is that of the run
         for name, data in self.validation_sets.items():
-            text = measure(num_rows, data=data)
+            rows = self._read_rows(dist, step, data, num_rows)
+            if rows is None:
+                continue
+            text = measure(rows)
             if not text:
                 return {}
-            if not metrics:  # the first set is that of the run
-                metrics = {"val_bytes": text.num_bytes, "val_whole_text": text.is_whole_text}
+            if name == of_run:
+                metrics |= {"val_bytes": text.num_bytes, "val_whole_text": text.is_whole_text}
                 if text.num_bytes:
                     metrics["val_bpb"] = text.bits_per_byte
             if name:
                 metrics[f"val_bpb_{name}"] = text.bits_per_byte
-        if self.flags.data.fim_rate:
-            middles = measure(max(num_rows // FIM_EVAL_PART, FIM_EVAL_TOKENS // seq_len, 1), fim_rate=1.0,
-                              view=partial(with_suffixes, self.tokenizer))
-            if not middles:
-                return {}
-            metrics |= {"fim_bpb": middles.bits_per_byte, "fim_bytes": middles.num_bytes}
+        if self.flags.data.fim_rate and "val_bytes" in metrics:
+            num_rows = max(num_rows // FIM_EVAL_PART, FIM_EVAL_TOKENS // seq_len, 1)
+            rows = self._read_rows(dist, step, self.validation_sets[of_run], num_rows, fim_rate=1.0)
+            if rows is not None:
+                middles = measure(rows, view=partial(with_suffixes, self.tokenizer))
+                if not middles:
+                    return {}
+                metrics |= {"fim_bpb": middles.bits_per_byte, "fim_bytes": middles.num_bytes}
         return metrics
 
-    def _measure(self, model, dist, is_cut_short, num_rows, fim_rate=0.0, data=None, **options):
-        """Returns the Evaluation of `num_rows` of the validation text of the DataFlags `data`, by default of the first
-        set, with `fim_rate` of the documents rewritten; None if it is cut short. options: of bits_per_byte."""
-        plan = self.plan
-        data = data or next(iter(self.validation_sets.values()))
-        rows = self._rows(dist, batch_size=plan.device_batch_size, seq_len=plan.config.max_seq_len,
+    def _read_rows(self, dist, step, data, num_rows, fim_rate=0.0):
+        """Returns what read_rows does: `num_rows` of the validation text of the DataFlags `data`, with `fim_rate` of
+        the documents rewritten."""
+        rows = self._rows(dist, batch_size=self.plan.device_batch_size, seq_len=self.plan.config.max_seq_len,
                           seed=self.flags.run.seed + 1)
-        batches = math.ceil(num_rows / (plan.device_batch_size * plan.mesh.readers))
-        with self._open_rows("val", data, rows, fim_rate, num_rows=num_rows) as loader:
-            return bits_per_byte(model, loader, self.tokenizer.token_bytes(), dist,
-                                 _with_progress(is_cut_short, batches), copies=plan.mesh.tensor, **options)
+        return read_rows(partial(self._open_rows, "val", data, rows, fim_rate, num_rows=num_rows),
+                         f"the validation after step {step}", dist)
+
+    def _measure(self, model, dist, is_cut_short, rows, **options):
+        """Returns the Evaluation of ReadRows; None if it is cut short. options: of bits_per_byte."""
+        return bits_per_byte(model, rows, self.tokenizer.token_bytes(), dist, _with_progress(is_cut_short, len(rows)),
+                             copies=self.plan.mesh.tensor, **options)
 
     @contextmanager
     def whole_model(self, training):
@@ -374,7 +380,10 @@ def make_task(flags, device_type, world_size, directory, judge_code=None):
     teacher = find_teacher(flags, plan, tokenizer, directory)
     if teacher:
         flags = flags.replace(teacher=str(teacher.path))  # today's newest checkpoint, should it train further
+    sets = flags.data.validation_sets()
+    places = (f"{name}={data.val_dir}" if name else data.val_dir or "" for name, data in sets.items())
+    flags = flags.replace(validation=",".join(places))
     if flags.data.fim_rate:
         check_fim(f"--fim_rate={flags.data.fim_rate:g}", tokenizer, plan.config.max_seq_len)
     return LanguageTask(flags, plan, tokenizer, given, teacher, data_fingerprint, about_data, judge_code, start, lacks,
-                        flags.data.validation_sets())
+                        sets)

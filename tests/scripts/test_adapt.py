@@ -2,6 +2,10 @@
 import os
 import re
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -108,7 +112,7 @@ def test_the_folder_of_the_old_data_counts_from_where_it_was_named(tmp_path, mon
 
 
 @pytest.mark.slow
-def test_a_model_is_adapted_by_one_command_and_says_what_it_gained(train, corpus_dir, tmp_path, capsys):
+def test_a_model_is_adapted_by_one_command_and_says_what_it_gained(train, corpus_dir, tmp_path, capfd):
     train("--save_every=6", "--device_type=cpu", run="first")
     project = tmp_path / "project"
     project.mkdir()
@@ -125,8 +129,21 @@ def test_a_model_is_adapted_by_one_command_and_says_what_it_gained(train, corpus
         adapt.main(last_of_each(*flags, f"--source={single}"))
     with locked(get_base_dir() / "adapt/adapted/.lock", ""), pytest.raises(BadInput, match="--run=adapted is in use"):
         adapt.main(flags)
+    process = subprocess.Popen([sys.executable, "-m", "scripts.adapt", *flags], stdout=subprocess.PIPE, text=True)
+    checkpoints = get_base_dir() / "checkpoints/adapted"
+    while not list(checkpoints.glob("step_*")):
+        assert process.poll() is None
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    stopped = process.communicate(timeout=300)[0]
+    assert process.returncode == 130, stopped
+    with pytest.raises(BadInput, match="--run=adapted is there already .* the flags that it began with"):
+        adapt.main([*flags, "--epochs=5"])
+    prepared = (get_base_dir() / "adapt/adapted/own/train/shard_00000.parquet").stat().st_mtime_ns
     assert not adapt.main(flags)
-    said = capsys.readouterr().out
+    assert (get_base_dir() / "adapt/adapted/own/train/shard_00000.parquet").stat().st_mtime_ns == prepared
+    said = capfd.readouterr().out
+    assert re.search(r"resuming from .*/adapted/step_", said)
     assert re.search(r"its held-out files: \d\.\d+ -> \d\.\d+ bits per byte \(-\d+\.\d%\)", said)
     assert re.search(r"the old validation text: \d\.\d+ -> \d\.\d+ bits per byte \(.*%\)", said)
     assert re.search(r"scripts.serve --checkpoint=adapted/step_\d+", said)
