@@ -1,5 +1,7 @@
 """Products of 8-bit integers: against exact sums, against products that are not rounded, and the layer by hand against
 the definition."""
+import functools
+
 import pytest
 import torch
 import torch_xla
@@ -70,11 +72,16 @@ def trained(kernel, device, products, recompute="none"):
     return loss.item(), {name: p.main_grad.cpu() for name, p in model.named_parameters()}
 
 
+@functools.cache
+def by_definition(products):
+    return trained("current", "xla", products)
+
+
 @pytest.mark.parametrize("recompute", ["none", "qkv", "all"])
 def test_the_layer_by_hand_is_the_definition(recompute):
     loss, gradients = trained("chunked", "xla", "int8", recompute)  # before the CPU's, see same_layer.py
-    expected_loss, expected = trained("current", "xla", "int8")
-    plain_loss, plain = trained("current", "xla", "bfloat16")
+    expected_loss, expected = by_definition("int8")
+    plain_loss, plain = by_definition("bfloat16")
     assert loss == pytest.approx(expected_loss, abs=1e-5) and loss != plain_loss
     assert loss == pytest.approx(plain_loss, abs=1e-3)
     for name, gradient in gradients.items():

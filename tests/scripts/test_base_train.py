@@ -194,6 +194,7 @@ def test_fifty_steps_compile_in_the_first_only_fall_back_never_and_fetch_only_to
         assert counters["transfers"] == 50 * devices
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", ["chunked", "flash"])
 def test_every_kernel_trains_as_the_plain_one_does(reference, kernel):
     """With few optimisations XLA adds long sums one number at a time: losses differ by 9e-5 after 20 steps, 3e-5 after

@@ -94,6 +94,7 @@ def test_a_checkpoint_has_the_bytes_that_a_run_saves(tiny, tiny_report):
     assert tiny_report["host"]["checkpoint_bytes"] == state_bytes(optimizer.masters, optimizer.state)
 
 
+@pytest.mark.slow
 def test_the_top_operations_are_named_by_lines_of_this_repository_that_exist(preflight, tiny, tiny_report):
     flash = preflight("--accelerator=v5litepod-4", "--kernel=flash", "--programs=micro_step",
                       "--explain=pallas_call", *tiny)
