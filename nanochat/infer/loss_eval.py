@@ -1,10 +1,9 @@
 """Bits per byte: a loss that does not depend on the tokenizer, so models with different tokenizers can be compared."""
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
-from nanochat.common import BadInput, Failure, say
 from nanochat.data.lanes import PADDING
 from nanochat.device.collectives import all_reduce_sum
 from nanochat.device.programs import one_program
@@ -28,38 +27,6 @@ def all_text(rows):
     return rows, rows != PADDING
 
 
-class ReadRows(list):
-    """All Batches of a loader with `num_rows`, without their lanes, for bits_per_byte."""
-
-    def __init__(self, loader):
-        super().__init__(replace(batch, lanes={}) for batch in loader)
-        self.unfinished_lanes = loader.unfinished_lanes
-
-
-# All rows are read before the model sees one: a rank that failed between two batches would leave the others waiting for
-# it in a collective.
-def read_rows(open_loader, what, dist):
-    """Returns the ReadRows of this rank, of the loader that open_loader() makes. If a rank cannot read its own, it is
-    None on all ranks, and the first such rank says that `what` is skipped, and why. Every rank must call it."""
-    rows = problem = None
-    try:
-        with open_loader() as loader:
-            rows = ReadRows(loader)
-    except (BadInput, Failure) as error:
-        problem = error
-    failed = torch.zeros(dist.world_size, dtype=torch.int32)
-    failed[dist.rank] = problem is not None
-    failed = failed.to(dist.device)
-    with one_program(dist, "evaluate_read", collective=True):
-        all_reduce_sum([failed], dist)
-    failed = failed.tolist()
-    if 1 not in failed:
-        return rows
-    if failed.index(1) == dist.rank:
-        say(f"warning: {what} is skipped: {problem}")
-    return None
-
-
 # Bits per byte = sum of the tokens' losses / (ln 2 × sum of the tokens' bytes). Special tokens stand for no text and
 # count in neither sum.
 @torch.no_grad()
@@ -67,7 +34,7 @@ def bits_per_byte(model, loader, token_bytes, dist, is_cut_short=never, view=all
     """Returns the Evaluation of the rows of `loader`, the same text for every world size.
 
     model: called as model(ids, targets) -> losses, in nats
-    loader: a new DataLoader of this rank, with `num_rows`, or its ReadRows
+    loader: a new DataLoader of this rank, with `num_rows`
     token_bytes: int32 (vocabulary,), on the CPU, the bytes of each token
     is_cut_short(): called for each batch; once it returns True, on all ranks before the same batch, the result is None
     view(rows): returns the rows that the model sees, and which of their tokens count, bool; all (B, T + 1)

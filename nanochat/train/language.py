@@ -1,4 +1,5 @@
 """The task of base_train: predict the next token of C++."""
+import math
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from nanochat.data.shards import open_text
 from nanochat.data.tokenizer import Tokenizer, load_tokenizer
 from nanochat.device.ranks import print0
 from nanochat.infer.engine import Engine
-from nanochat.infer.loss_eval import bits_per_byte, read_rows, with_suffixes
+from nanochat.infer.loss_eval import bits_per_byte, with_suffixes
 from nanochat.infer.sample import BrokenModel
 from nanochat.kernels.choose import get_kernels
 from nanochat.kernels.sharded import Sharding
@@ -250,49 +251,42 @@ class LanguageTask:
 
     def evaluate(self, training, dist, step, is_cut_short):
         """Returns the bits per byte of the validation text, and with --fim_rate of middles in it; {} if a stop cuts it
-        short: the resumed run repeats it. A text that cannot be read is skipped with a warning."""
+        short: the resumed run repeats it."""
         # The ranks divide the same rows, so the result does not depend on their number.
         seq_len = self.plan.config.max_seq_len
         num_rows = max(self.flags.record.eval_tokens // seq_len, 1)
         print0(f"evaluating {num_rows * seq_len:,} tokens of the validation text")
         measure = partial(self._measure, training.compiled_model, dist, is_cut_short)
         metrics = {}
-        of_run, *_ = self.validation_sets  # the first set is that of the run
         for name, data in self.validation_sets.items():
-            rows = self._read_rows(dist, step, data, num_rows)
-            if rows is None:
-                continue
-            text = measure(rows)
+            text = measure(num_rows, data=data)
             if not text:
                 return {}
-            if name == of_run:
-                metrics |= {"val_bytes": text.num_bytes, "val_whole_text": text.is_whole_text}
+            if not metrics:  # the first set is that of the run
+                metrics = {"val_bytes": text.num_bytes, "val_whole_text": text.is_whole_text}
                 if text.num_bytes:
                     metrics["val_bpb"] = text.bits_per_byte
             if name:
                 metrics[f"val_bpb_{name}"] = text.bits_per_byte
-        if self.flags.data.fim_rate and "val_bytes" in metrics:
-            num_rows = max(num_rows // FIM_EVAL_PART, FIM_EVAL_TOKENS // seq_len, 1)
-            rows = self._read_rows(dist, step, self.validation_sets[of_run], num_rows, fim_rate=1.0)
-            if rows is not None:
-                middles = measure(rows, view=partial(with_suffixes, self.tokenizer))
-                if not middles:
-                    return {}
-                metrics |= {"fim_bpb": middles.bits_per_byte, "fim_bytes": middles.num_bytes}
+        if self.flags.data.fim_rate:
+            middles = measure(max(num_rows // FIM_EVAL_PART, FIM_EVAL_TOKENS // seq_len, 1), fim_rate=1.0,
+                              view=partial(with_suffixes, self.tokenizer))
+            if not middles:
+                return {}
+            metrics |= {"fim_bpb": middles.bits_per_byte, "fim_bytes": middles.num_bytes}
         return metrics
 
-    def _read_rows(self, dist, step, data, num_rows, fim_rate=0.0):
-        """Returns what read_rows does: `num_rows` of the validation text of the DataFlags `data`, with `fim_rate` of
-        the documents rewritten."""
-        rows = self._rows(dist, batch_size=self.plan.device_batch_size, seq_len=self.plan.config.max_seq_len,
+    def _measure(self, model, dist, is_cut_short, num_rows, fim_rate=0.0, data=None, **options):
+        """Returns the Evaluation of `num_rows` of the validation text of the DataFlags `data`, by default of the first
+        set, with `fim_rate` of the documents rewritten; None if it is cut short. options: of bits_per_byte."""
+        plan = self.plan
+        data = data or next(iter(self.validation_sets.values()))
+        rows = self._rows(dist, batch_size=plan.device_batch_size, seq_len=plan.config.max_seq_len,
                           seed=self.flags.run.seed + 1)
-        return read_rows(partial(self._open_rows, "val", data, rows, fim_rate, num_rows=num_rows),
-                         f"the validation after step {step}", dist)
-
-    def _measure(self, model, dist, is_cut_short, rows, **options):
-        """Returns the Evaluation of ReadRows; None if it is cut short. options: of bits_per_byte."""
-        return bits_per_byte(model, rows, self.tokenizer.token_bytes(), dist, _with_progress(is_cut_short, len(rows)),
-                             copies=self.plan.mesh.tensor, **options)
+        batches = math.ceil(num_rows / (plan.device_batch_size * plan.mesh.readers))
+        with self._open_rows("val", data, rows, fim_rate, num_rows=num_rows) as loader:
+            return bits_per_byte(model, loader, self.tokenizer.token_bytes(), dist,
+                                 _with_progress(is_cut_short, batches), copies=plan.mesh.tensor, **options)
 
     @contextmanager
     def whole_model(self, training):

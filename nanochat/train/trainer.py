@@ -145,7 +145,6 @@ class Trainer:
 
     def run_event(self, event):
         """Runs one of the task's events, and logs its result. A stop cuts it short."""
-        self.liveness.beat(event.phase, self.step)
         with self.goodput.span(event.phase):
             found = event.run(self.training, self.dist, self.step, lambda: self.agree(event.phase))
         if "val_bpb" in found:

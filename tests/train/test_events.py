@@ -1,6 +1,4 @@
 """What happens between two steps, for any horizon, any flags and any moment at which a run is stopped and resumed."""
-import re
-import shutil
 from dataclasses import asdict
 from types import SimpleNamespace
 
@@ -115,26 +113,6 @@ def test_an_evaluation_ends_with_the_batch_after_which_the_run_is_told_to_stop(s
     found = task.evaluate(SimpleNamespace(compiled_model=model), Dist("cpu", torch.device("cpu")), 0,
                           is_cut_short=lambda: len(batches) == last)
     assert found == {} and len(batches) == last
-
-
-def test_a_validation_folder_that_is_gone_is_skipped_with_a_line(small_task, corpus_dir, tmp_path, capsys):
-    shutil.copytree(corpus_dir / "val", tmp_path / "val")
-    task = small_task("--fim_rate=0.5", "--eval_tokens=640", f"--val_dir={tmp_path}/val")
-
-    def evaluate(step):
-        return task.evaluate(SimpleNamespace(compiled_model=lambda ids, targets: ids.new_ones(ids.shape)),
-                             Dist("cpu", torch.device("cpu")), step, is_cut_short=lambda: False)
-
-    assert evaluate(0).keys() == {"val_bytes", "val_whole_text", "val_bpb", "fim_bpb", "fim_bytes"}
-    (tmp_path / "val").rename(tmp_path / "elsewhere")
-    capsys.readouterr()
-    assert evaluate(3) == {}
-    assert re.fullmatch("evaluating 640 tokens of the validation text\n"
-                        "warning: the validation after step 3 is skipped: no val data: .*/val is not a .*\n",
-                        capsys.readouterr().out)
-    (tmp_path / "elsewhere").rename(tmp_path / "val")
-    (tmp_path / "val/shard_00000.parquet").write_bytes(b"cut")
-    assert evaluate(6) == {} and "shard_00000.parquet is not a whole parquet file" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("eval_tokens, tokens, batches", [(1, 64, [1, 5]), (6400, 6400, [50, 13])])

@@ -10,8 +10,7 @@ from nanochat.train.flags import named_places, parse_flags
 from nanochat.train.language import make_task
 from nanochat.train.prepare import changed_flags
 from scripts import base_train, report
-from tests.conftest import add_records, last_of_each
-from tests.train import vanishing
+from tests.conftest import last_of_each
 
 MIXTURE = """
 [sources.big]
@@ -88,19 +87,6 @@ def test_a_resumed_run_says_that_its_validation_has_changed(mixture, tiny, tmp_p
     mixture.write_text(before.replace(f'val = "{sets[1]}"', f'val = "{sets[0]}"'))
     assert changed_flags(saved, make()) == f"validation big={sets[0]},own={sets[1]} -> big={sets[0]},own={sets[0]}"
     assert changed_flags(saved, make(f"--val_dir={sets[0]}")).endswith(f" -> {sets[0]}")
-
-
-def test_a_validation_set_that_one_rank_cannot_read_is_skipped_by_all(warm_ranks, tiny, base_dir, corpus_dir):
-    """With one line. The run is validated on the others, and on this one once it is back."""
-    process = warm_ranks(2).call(vanishing.main, last_of_each(
-        *tiny, "--run=x", f"--val_dir=one={corpus_dir}/val,two={corpus_dir}/train"))
-    run = add_records(process, base_dir / "checkpoints" / "x")
-    assert run.returncode == 0, run.stderr
-    [line] = [line for line in run.stdout.splitlines() if "skipped" in line]
-    assert line.startswith(f"warning: the validation after step 3 is skipped: no val data: {vanishing.GONE} is not a")
-    found = {name: [record["step"] for record in run.records if name in record]
-             for name in ("val_bpb", "val_bpb_one", "val_bpb_two")}
-    assert found == {"val_bpb": [0, 6], "val_bpb_one": [0, 6], "val_bpb_two": [0, 3, 6]}
 
 
 def test_names_of_validation_sets_are_told_from_folders(tmp_path, monkeypatch):
