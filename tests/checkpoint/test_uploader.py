@@ -54,7 +54,8 @@ def test_a_mirror_that_falls_behind_is_seen_and_gets_the_newest_checkpoint_once_
     bucket.broken = None
     assert uploads.finish()
     assert (state()["newest_copied"], state()["behind_since"], state()["error"]) == ("step_000002", None, None)
-    assert not [name for name in bucket.names() if "step_000001" in name]
+    # A copy of the first one may have been in progress as the bucket came back: then it is deleted after the second.
+    eventually(lambda: not [name for name in bucket.names() if "step_000001" in name])
     assert capsys.readouterr().out.count("warning: ") == 1  # the same error is said once
 
 
