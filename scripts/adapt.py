@@ -4,7 +4,7 @@
 
 It holds out a tenth of the text (200 kB at most). It trains on the rest and, for as many tokens, on the data of RUN, so
 that the model forgets little. Training ends after --epochs or --minutes, or once the held-out files gain no more. After
-Ctrl-C, the same command goes on where it was.
+Ctrl-C during the training, the same command resumes it.
 """
 import hashlib
 import json
@@ -38,7 +38,7 @@ EVAL_TOKENS = 2**16
 EVALUATIONS = 6
 PATIENCE = 2  # evaluations without a gain
 KEPT = ("tokenizer_dir", "device_batch_size", "fim_rate", "fim_context", "weight_decay")  # flags of RUN
-UNFINISHED_FILE = "unfinished.json"  # of a command that has not ended: its flags, and later those of its training
+UNFINISHED_FILE = "unfinished.json"  # of a training that has not ended: the flags of adapt, and those of base_train
 RATES = ("matrix_lr", "embedding_lr", "unembedding_lr", "scalar_lr")
 
 
@@ -157,18 +157,17 @@ def evaluations(metrics):
     if metrics.exists():
         for line in metrics.read_text().splitlines():
             record = parse_record(line)
-            if record and {"val_bpb_own", "val_bpb_old"} <= record.keys():
+            if record and "val_bpb_own" in record:
                 found[record["step"]] = record["val_bpb_own"], record["val_bpb_old"]
     return found
 
 
 def read_unfinished(path):
-    """Returns the flags of the command that has not ended, None if there is none, and those of its training, [] until
-    it begins."""
+    """Returns the contents of UNFINISHED_FILE, None and None if there is none."""
     try:
         return json.loads(path.read_text())
     except (OSError, ValueError):
-        return None, []
+        return None, None
 
 
 def prepare(flags, path, meta, old, folder):
@@ -209,9 +208,8 @@ def main(argv=None):
     folder = get_base_dir() / "adapt" / flags.run
     unfinished = folder / UNFINISHED_FILE
     given, training = read_unfinished(unfinished)
-    goes_on = given == asdict(flags)  # with the project that is prepared, and with the training
     is_training = metrics.exists()
-    if is_training and not (goes_on and training):
+    if is_training and given != asdict(flags):
         raise BadInput(f"--run={flags.run} is there already ({metrics.parent}): choose another name, delete it, or, if "
                        "it has not ended, give the flags that it began with")
     if not is_training:
@@ -224,9 +222,7 @@ def main(argv=None):
     busy = f"--run={flags.run} is in use by another process: wait for its end, or choose another name"
     with locked(folder / ".lock", busy):
         if not is_training:
-            if not goes_on:
-                shutil.rmtree(folder / "project", ignore_errors=True)
-            unfinished.write_text(json.dumps([asdict(flags), []]))
+            shutil.rmtree(folder / "project", ignore_errors=True)  # of a try that ended before it trained
             training = prepare(flags, path, meta, old, folder)
             unfinished.write_text(json.dumps([asdict(flags), training]))
         if not gain_no_more(metrics):
