@@ -15,6 +15,7 @@ from tests.warm import CHEAP_COMPILATION, TIMEOUT_S, WarmRanks
 QUICK_START = Path(__file__).parent / "quick_start"
 
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it, and the processes that tests start would, too
+signal.signal(signal.SIGINT, signal.default_int_handler)  # likewise, for a shell that started the tests with &
 
 # Before anything imports torch_xla: one XLA device, on the CPU, in the process that runs the tests.
 os.environ["PJRT_DEVICE"] = "CPU"

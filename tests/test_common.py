@@ -25,6 +25,7 @@ from nanochat.common import (
     say_error,
     written_whole,
 )
+from nanochat.corpus.workers import worker_pool
 from nanochat.record.progress import Progress
 
 
@@ -152,6 +153,13 @@ def test_ctrl_c_and_a_full_disk_are_one_line(body, status, message):
     errors = process.communicate(timeout=30)[1]
     assert (process.returncode, errors.count("Traceback")) == (status, 0) and errors.startswith(message)
     assert "leaked semaphore" not in errors
+
+
+def test_ctrl_c_works_after_a_pool_that_was_interrupted():
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt), worker_pool(2):
+        raise KeyboardInterrupt
+    assert signal.getsignal(signal.SIGINT) == before
 
 
 def test_ctrl_c_while_a_script_is_imported_is_one_line():

@@ -46,17 +46,19 @@ def _abandon(pool, interrupted):
     """Drops the calls that wait, because the pool's end would wait until all were done. After Ctrl-C it ends the
     workers, too, and frees the pool's semaphores: run_script then ends this process at once, and Python would complain
     of leaked semaphores, and a worker that has just begun of lost ones."""
-    if interrupted:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C would stop what follows halfway
+    if not interrupted:
+        pool.shutdown(wait=False, cancel_futures=True)
+        return
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C would stop what follows halfway
     manager = pool._executor_manager_thread
     pool.shutdown(wait=False, cancel_futures=True)
-    if interrupted:
-        for process in multiprocessing.active_children():
-            process.kill()
-            process.join(1)
-        if manager is not None:
-            manager.join(5)  # it frees semaphores, too, in two steps that an end in between would part
-        multiprocessing.util._run_finalizers(0)
+    for process in multiprocessing.active_children():
+        process.kill()
+        process.join(1)
+    if manager is not None:
+        manager.join(5)  # it frees semaphores, too, in two steps that an end in between would part
+    multiprocessing.util._run_finalizers(0)
+    signal.signal(signal.SIGINT, handler)
 
 
 def _run_here(function, calls, done):
