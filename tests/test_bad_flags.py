@@ -39,7 +39,7 @@ WORK = {
     "bench.checkpoint": ["make_state"], "bench.generate": ["make_model"], "bench.host": ["Training"],
     "bench.kernels": ["measure"], "bench.loader": ["compare_all"],
     "bench.schedule": ["measure"], "bench.serve": ["get_context"], "bench.train": ["Training"],
-    "bench.replay": ["load_completer"], "code_eval": ["Judge"],
+    "bench.clean": ["choose_texts"], "bench.replay": ["load_completer"], "code_eval": ["Judge"],
     "demo": ["run"], "eval_table": ["run"], "export": ["load_model"], "generate": ["Engine"],
     "import_nanochat": ["read_weights"], "lsp": ["run"], "prepare_data": ["prepare"], "prepare_puzzles": ["prepare"],
     "puzzle_preflight": ["prepare"], "puzzle_show": ["solve"], "puzzle_train": LAUNCHED, "report": ["summarise"],
@@ -143,6 +143,7 @@ def test_bad_flags_are_one_line_that_names_what_is_wrong(name, corpus_dir, byte_
         "solve": [f"--checkpoint={trained}", f"--tokenizer_dir={byte_tokenizer_dir}", "--device_type=cpu",
                   "--prompt=int f(int x) {"],
         "prepare_data": ["--source=mine"], "tok_train": [f"--data_dir={corpus_dir}/train"],
+        "bench.clean": [f"--data_dir={corpus_dir}/val"],
         "bench.loader": [f"--data_dir={corpus_dir}/train", f"--tokenizer_dir={byte_tokenizer_dir}"],
         "tok_eval": [f"--data_dir={corpus_dir}/val", f"--tokenizer_dir={byte_tokenizer_dir}"]}.get(name, [])
     (tmp_path / "mine").mkdir()

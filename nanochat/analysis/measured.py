@@ -11,7 +11,7 @@ from nanochat.model.config import CONFIG_FLAGS
 PACKAGES = ("torch", "torch_xla", "libtpu", "jax")
 # Flags that change a step's time or memory. The preflight must have the values of the run.
 OF_THE_PROGRAMS = (*CONFIG_FLAGS, "device_batch_size", "total_batch_size", "seq_len_ramp", "kernel", "compute_dtype",
-                   "activation_checkpointing", "products", "gradient_sums", "teacher")
+                   "activation_checkpointing", "products", "shard_optimizer", "gradient_sums", "teacher")
 
 
 def read_preflight(path):
@@ -79,6 +79,8 @@ def differences(flags, estimated):
     found = []
     for name in OF_THE_PROGRAMS:
         if name not in flags or name not in estimated or flags[name] == estimated[name]:
+            continue
+        if {flags[name], estimated[name]} == {"on", "auto"}:  # the same for shard_optimizer on a TPU
             continue
         found.append(f"{name} was {flags[name]} in the run and {estimated[name]} in the preflight")
     return ", ".join(found)

@@ -6,6 +6,8 @@ the same weights. Chips along `fsdp` hold a part of each weight, and gather a la
 hidden units and the vocabulary (arXiv 1909.08053).
 """
 import math
+import os
+import re
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field
 
@@ -20,15 +22,26 @@ class Mesh:
     data: int = 1
     fsdp: int = 1
     tensor: int = 1
+    variables: str = field(default="", compare=False, repr=False)  # of the environment that name it; "": flags do
     reason: str = field(default="", compare=False, repr=False)  # why --mesh_fsdp=auto chose it
 
     @property
     def source(self):
-        """The flags with which this mesh divides the weights, for an error."""
-        return " ".join(f"--mesh_{axis}={getattr(self, axis)}" for axis in self._dividing_axes())
+        """The flags or variables with which this mesh divides the weights, for an error."""
+        return self.variables or " ".join(f"--mesh_{axis}={getattr(self, axis)}" for axis in self._dividing_axes())
+
+    def ask_for(self, axis, *sizes):
+        """Returns the flag or variables for another number of chips along `axis`, one of `sizes`, for an error."""
+        if not self.variables:
+            return f"--mesh_{axis}={_in_words(sizes)}"
+        if axis == "fsdp":
+            return _in_environment(self.chips, [(size, self.tensor) for size in sizes])
+        return _in_environment(self.chips, [(self.fsdp, size) for size in sizes])
 
     def ask_for_whole_weights(self):
-        """Returns the same flags for a mesh that does not divide the weights, for an error."""
+        """Returns the flags or variables of a mesh that does not divide the weights, for an error."""
+        if self.variables:
+            return _in_environment(self.chips, [(1, 1)])
         return " ".join(f"--mesh_{axis}=1" for axis in self._dividing_axes())
 
     def _dividing_axes(self):
@@ -88,33 +101,59 @@ def all_meshes(chips, tensor=1):
             if chips % (fsdp * tensor) == 0]
 
 
-def make_mesh(data, fsdp, tensor, chips):
+def make_mesh(data, fsdp, tensor, chips, environment=os.environ):
     """Returns the Mesh of `chips` chips for --mesh_data, --mesh_fsdp and --mesh_tensor; data = -1: the remaining chips.
-    Raises BadInput if the product is another number of chips."""
-    source = f"--mesh_data={data} --mesh_fsdp={fsdp} --mesh_tensor={tensor}"
+    Raises BadInput if the product is another number of chips.
+
+    If all three have their defaults, TPU_MESH_CONFIG counts: "4,2" for example, the chips along the axes in
+    TPU_AXIS_NAMES, by default data,fsdp,tensor.
+    """
+    variables = ""
+    if (data, fsdp, tensor) == (-1, 1, 1) and environment.get("TPU_MESH_CONFIG"):
+        config = environment["TPU_MESH_CONFIG"]
+        names = environment.get("TPU_AXIS_NAMES") or ",".join(AXES)
+        data, fsdp, tensor = _read_environment(config, names)
+        variables = f"TPU_MESH_CONFIG={config} with TPU_AXIS_NAMES={names}"
+    source = variables or f"--mesh_data={data} --mesh_fsdp={fsdp} --mesh_tensor={tensor}"
     others = fsdp * tensor
     if data == -1 and chips % others == 0:
         data = chips // others
     if data * others != chips:
         product = f"{'?' if data == -1 else data} × {fsdp} × {tensor}"
         raise BadInput(f"{source} are {product} chips along data, fsdp and tensor, and there are {chips}: "
-                       f"use {_instead(fsdp, tensor, chips)}; on a CPU, CPU_NUM_DEVICES with --device_type=xla sets "
-                       "their number")
-    return Mesh(data, fsdp, tensor)
+                       f"use {_instead(fsdp, tensor, chips, bool(variables))}; on a CPU, CPU_NUM_DEVICES with "
+                       "--device_type=xla sets their number")
+    return Mesh(data, fsdp, tensor, variables)
 
 
-def _instead(fsdp, tensor, chips):
-    """Returns the flags of the nearest meshes that exist."""
+def _instead(fsdp, tensor, chips, in_environment):
+    """Returns the flags or variables of the nearest meshes that exist."""
     if chips % tensor == 0:
         fsdps = _nearest_divisors(chips // tensor, fsdp)
         tensors = [tensor]
     else:
         fsdps = [1]
         tensors = _nearest_divisors(chips, tensor)
+    if in_environment:
+        return _in_environment(chips, [(f, t) for f in fsdps for t in tensors])
     instead = f"--mesh_data=-1 with --mesh_fsdp={_in_words(fsdps)}"
     if tensor > 1:
         instead += f" and --mesh_tensor={_in_words(tensors)}"
     return instead
+
+
+def _read_environment(config, names):
+    """Returns the chips along each of AXES for TPU_MESH_CONFIG and TPU_AXIS_NAMES. Raises BadInput."""
+    axes = [name.strip().lower() for name in names.split(",")]
+    axes = ["tensor" if name == "model" else name for name in axes]
+    sizes = config.strip("() ").split(",")
+    are_sizes = all(re.fullmatch(r"\s*[1-9][0-9]{0,5}\s*", size) for size in sizes)
+    if not are_sizes or len(set(axes)) < len(axes) or not set(axes) <= {*AXES} or len(sizes) > len(axes):
+        raise BadInput(f"TPU_MESH_CONFIG={config[:40]} with TPU_AXIS_NAMES={names[:80]} is no mesh: set the chips "
+                       "along each axis and its names, such as TPU_MESH_CONFIG=4,2 TPU_AXIS_NAMES=data,fsdp, or unset "
+                       "both")
+    found = dict(zip(axes, map(int, sizes), strict=False))
+    return [found.get(axis, 1) for axis in AXES]
 
 
 def require_divisible(mesh, axis, sizes):
@@ -127,7 +166,7 @@ def require_divisible(mesh, axis, sizes):
             # A valid number divides every size, and the chips that the other axis leaves.
             nearest = _nearest_divisors(math.gcd(*sizes.values(), mesh.chips // others), chips)
             raise BadInput(f"{mesh.source}: {chips} chips along {axis} do not divide {what}, {size}: use "
-                           f"--mesh_{axis}={_in_words(nearest)}")
+                           f"{mesh.ask_for(axis, *nearest)}")
 
 
 def _nearest_divisors(number, near):
@@ -145,3 +184,13 @@ def divisors_in_words(number, near):
 
 def _in_words(values):
     return " or ".join(map(str, values))
+
+
+def _in_environment(chips, pairs):
+    """Returns the variables of the environment for each of `pairs` of chips along fsdp and tensor, in words."""
+    axes = AXES if any(tensor > 1 for _, tensor in pairs) else AXES[:2]
+    configs = []
+    for fsdp, tensor in pairs:
+        sizes = (chips // (fsdp * tensor), fsdp, tensor)[:len(axes)]
+        configs.append(",".join(map(str, sizes)))
+    return f"TPU_MESH_CONFIG={_in_words(configs)} with TPU_AXIS_NAMES={','.join(axes)}, or unset both"

@@ -18,11 +18,10 @@ from nanochat.device import tpu
 from nanochat.device.tpu import count_tpu_chips
 
 DEVICE_TYPES = ("auto", "tpu", "xla", "cuda", "cpu")
-_REFUSED_VARIABLES = {
+_HARMFUL_VARIABLES = {
     "XLA_USE_BF16": "makes torch_xla keep all weights, sums and averages in bfloat16",
     "XLA_DOWNCAST_BF16": "makes torch_xla keep all weights, sums and averages in bfloat16",
     "XLA_USE_SPMD": "makes torch_xla leave out the sums over the ranks",
-    "TPU_MESH_CONFIG": "names a mesh, and only --mesh_fsdp and --mesh_tensor do",
 }
 
 
@@ -56,8 +55,8 @@ def resolve_device_type(requested="auto", pci_devices="/sys/bus/pci/devices"):
 
 def prepare_xla_environment(device_type):
     """Sets the environment variables of torch_xla. Call it in the parent process, before torch_xla is imported. Raises
-    BadInput for variables with which a person may expect something else than what is computed."""
-    for name, what in _REFUSED_VARIABLES.items():
+    BadInput for variables with which torch_xla would compute something else."""
+    for name, what in _HARMFUL_VARIABLES.items():
         if device_type in ("tpu", "xla") and os.environ.get(name, "").lower() not in ("", "0", "false"):
             raise BadInput(f"{name}={os.environ[name]} {what}: unset it")
     if device_type == "tpu":

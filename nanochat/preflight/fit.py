@@ -50,7 +50,8 @@ def search(own, flags, kernel, say):
 
 
 def flags_of_meshes(flags, chips):
-    """Returns {chips along fsdp: Flags} for each mesh on which a run is possible, the fewest first."""
+    """Returns {chips along fsdp: Flags} for each mesh on which a run is possible, the fewest first. The Flags give all
+    axes, so TPU_MESH_CONFIG names none of them."""
     tokenizer = load_tokenizer(flags.data.tokenizer_dir)
     found = {}
     for mesh in all_meshes(chips, flags.devices.mesh_tensor):

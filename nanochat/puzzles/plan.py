@@ -78,6 +78,7 @@ class PuzzlePlan:
     num_iterations: int
     total_batch_size: int
     dtype: torch.dtype
+    shard_optimizer: bool
     device_type: str
     world_size: int
     unit = "puzzles"  # one for each supervision step of a puzzle
@@ -143,8 +144,8 @@ def make_plan(flags, puzzles, device_type, world_size):
         raise BadInput(f"puzzles train on one GPU, not on {world_size}: start without torchrun")
     config = TRMConfig(puzzles.vocab_size, puzzles.side ** 2, model.hidden, model.layers, model.heads, model.mixer,
                        model.recursions, model.cycles, model.prefix, puzzles.tasks)
-    return PuzzlePlan(config, flags.puzzles.num_iterations, total, flags.devices.dtype_on(device_type), device_type,
-                      world_size)
+    return PuzzlePlan(config, flags.puzzles.num_iterations, total, flags.devices.dtype_on(device_type),
+                      flags.devices.is_sharded_on(device_type), device_type, world_size)
 
 
 def atan2_step(lr, average, root):

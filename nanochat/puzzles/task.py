@@ -69,7 +69,7 @@ class PuzzleTask:
 
     def _make_optimizer(self, model, dist=None):
         parts = None
-        if dist and dist.is_xla and dist.world_size > 1:
+        if self.plan.shard_optimizer and dist and dist.world_size > 1:
             parts = Parts(dist, Mesh(data=dist.world_size))
         return MuonAdamW(model, make_rules(self.flags.optimizer, self.plan), dist, parts)
 

@@ -70,6 +70,8 @@ class DeviceFlags:
     device_type: str = flag("auto", f"devices to train on: {', '.join(DEVICE_TYPES)}; docs/training.md#devices")
     compute_dtype: str = flag("auto", "dtype of activations and products; auto: bfloat16 on tpu and cuda, else float32",
                               choices=("auto", "bfloat16", "float32"))
+    shard_optimizer: str = flag("auto", "each rank keeps and updates a part of the optimizer's state; auto: on XLA",
+                                choices=("auto", "on", "off"))
     no_compile: bool = flag(False, "disable torch.compile on CUDA")
 
     def dtype_on(self, device_type):
@@ -78,6 +80,13 @@ class DeviceFlags:
         if name == "auto":
             name = "bfloat16" if device_type in ("tpu", "cuda") else "float32"
         return getattr(torch, name)
+
+    def is_sharded_on(self, device_type):
+        """Returns whether each rank keeps a part of the optimizer's state. Raises BadInput."""
+        is_xla = device_type in ("tpu", "xla")
+        if self.shard_optimizer == "on" and not is_xla:
+            raise BadInput(f"--shard_optimizer=on is for XLA devices, not for {device_type}: use auto")
+        return is_xla and self.shard_optimizer != "off"
 
 
 @dataclass(frozen=True)

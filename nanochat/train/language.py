@@ -65,7 +65,7 @@ def make_optimizer(plan, model, dist=None, weights=None):
     rules = gpt_rules(plan.optimizer, plan.total_batch_size, plan.num_iterations, plan.config.n_embd, plan.dtype,
                       plan.start.earlier_steps)
     parts = None
-    if dist and dist.is_xla and dist.world_size > 1:
+    if plan.shard_optimizer and dist and dist.world_size > 1:
         parts = Parts(dist, plan.mesh, plan.gradient_sums)
     return MuonAdamW(model, rules, dist, parts, weights)
 

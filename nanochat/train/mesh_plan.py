@@ -21,7 +21,7 @@ def plan_mesh(flags, config, parameters, device_type, world_size):
     if devices.mesh_fsdp == AUTO:
         return choose_mesh(flags, config, parameters, device_type, world_size)
     mesh = make_mesh(devices.mesh_data, devices.mesh_fsdp, devices.mesh_tensor, world_size)
-    _require_mesh(mesh, config, device_type)
+    _require_mesh(mesh, flags, config, device_type)
     return mesh
 
 
@@ -50,7 +50,7 @@ def choose_mesh(flags, config, parameters, device_type, chips):
     has = f"{chip.usable_hbm_bytes / GIB:.2f} GiB of a {chip.name}, {ROOM:.0%} of it usable"
     # From the fewest chips along fsdp on: every further one gathers more of each weight from others. After the loop,
     # `largest` is the program that does not fit even on the mesh that divides the most; the advice follows from it.
-    for mesh in possible_meshes(config, device_type, chips):
+    for mesh in possible_meshes(flags, config, device_type, chips):
         needed = estimate_memory(flags, config, parameters, mesh)
         largest = max(needed, key=needed.get)
         tried.append(f"{needed[largest] / GIB:.2f} GiB ({largest}) with --mesh_fsdp={mesh.fsdp}")
@@ -61,16 +61,18 @@ def choose_mesh(flags, config, parameters, device_type, chips):
         instead = f"--activation_checkpointing, {instead}"
     if largest == "samples":
         instead = "--sample_every=-1 without --code_eval_every"
+    if devices.shard_optimizer == "off" and chips > 1:
+        instead = f"--shard_optimizer=auto, {instead}"
     raise BadInput(f"--mesh_fsdp={AUTO}: by estimate a chip needs {tried[-1]}, and has {has}: use {instead}, "
                    "more chips, or the number that tpu_preflight --find_mesh finds")
 
 
-def possible_meshes(config, device_type, chips):
-    """Returns the Meshes without tensor that suit the model, the fewest chips along fsdp first."""
+def possible_meshes(flags, config, device_type, chips):
+    """Returns the Meshes without tensor that suit the model and the other flags, the fewest chips along fsdp first."""
     found = []
     for mesh in all_meshes(chips):
         try:
-            _require_mesh(mesh, config, device_type)
+            _require_mesh(mesh, flags, config, device_type)
             found.append(mesh)
         except BadInput:
             pass
@@ -84,9 +86,10 @@ def estimate_memory(flags, config, parameters, mesh):
     # to peaks that libtpu's compiler reports (docs/mesh.md).
     tokens = flags.batch.device_batch_size * config.max_seq_len
     size = 4 if flags.devices.compute_dtype == "float32" else 2
+    is_sharded = flags.devices.shard_optimizer != "off"
     weights = sum(parameters.values())
     # Held between programs: b P / F weights + 4 P / F gradients + (8 matrices + 12 tables) / chips of the optimizer.
-    held = sum(held_bytes(parameters, size, mesh, config.n_layer).values())
+    held = sum(held_bytes(parameters, size, mesh, config.n_layer, is_sharded).values())
     # The micro-step: L N d b for the layers' inputs; N (6 d + 2 d_kv) b for the other activations of a layer, L times,
     # or once for those that --activation_checkpointing recomputes.
     width = size * tokens * config.n_embd
@@ -115,16 +118,19 @@ def estimate_memory(flags, config, parameters, mesh):
     return needed
 
 
-def held_bytes(parameters, size, mesh, layers):
+def held_bytes(parameters, size, mesh, layers, is_sharded=True):
     """Returns the bytes that a chip holds between programs, {what: bytes}.
 
-    parameters: {group: number}; size: the bytes of a weight. The chips divide the optimizer's state. That is fp32
-    weights and averages: one for matrices, of which a chip has whole layers, none for n-grams, and two for the other
-    tables.
+    parameters: {group: number}; size: the bytes of a weight; is_sharded: the chips divide the optimizer's state. That
+    is fp32 weights and averages: one for matrices, of which a chip has whole layers, none for n-grams, and two for
+    the other tables.
     """
     weights = sum(parameters.values()) / (mesh.fsdp * mesh.tensor)
     tables = 12 * sum(parameters.get(name, 0) for name in TABLES) - 8 * parameters.get("n-grams", 0)
-    state = (8 * _padded(parameters, mesh, layers) + tables) / mesh.chips
+    if is_sharded:
+        state = (8 * _padded(parameters, mesh, layers) + tables) / mesh.chips
+    else:
+        state = 8 * parameters["matrices"] + tables
     return {"weights": size * weights, "gradients": 4 * weights, "optimizer": state}
 
 
@@ -134,11 +140,13 @@ def _padded(parameters, mesh, layers):
     return parameters["matrices"] // layers * (layers + -layers % mesh.chips)
 
 
-def _require_mesh(mesh, config, device_type):
-    """Raises BadInput if a Mesh does not suit the model or the devices."""
+def _require_mesh(mesh, flags, config, device_type):
+    """Raises BadInput if a Mesh fits neither the model nor the devices nor the other flags."""
     if not mesh.divides_weights:
         return
     if device_type not in ("tpu", "xla"):
         raise BadInput(f"{mesh.source}, but this runs on {device_type}: only XLA devices can divide the weights, use "
                        f"{mesh.ask_for_whole_weights()}")
+    if flags.devices.shard_optimizer == "off":
+        raise BadInput(f"{mesh.source} divides the weights, and --shard_optimizer=off does not: leave one of them out")
     require_parts(mesh, config)

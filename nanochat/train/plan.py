@@ -31,6 +31,7 @@ class Plan:
     activation_checkpointing: str
     use_compile: bool  # torch.compile
     optimizer: OptimConfig
+    shard_optimizer: bool  # each rank keeps and updates a part of the optimizer's state
     gradient_sums: torch.dtype  # of gradients on their way between the ranks
     device_type: str
     world_size: int
@@ -120,6 +121,7 @@ def make_plan(flags, vocab_size, device_type, world_size, meta=None):
     """
     batch = flags.batch
     devices = flags.devices
+    shard_optimizer = plan_sharding(devices, device_type)
     config = GPTConfig(**meta.config) if meta else config_from_flags(asdict(flags.model), vocab_size)
     # Each follows from the one before: the mesh divides the weights, the kernels must suit the mesh, the row lengths
     # must suit the kernels, batches are whole micro-steps of the mesh, and the horizon counts batches.
@@ -138,7 +140,8 @@ def make_plan(flags, vocab_size, device_type, world_size, meta=None):
         activation_checkpointing=devices.activation_checkpointing,
         use_compile=device_type == "cuda" and not devices.no_compile,
         optimizer=plan_rates(flags.optimizer, flags.start, num_iterations),
-        gradient_sums=plan_gradient_sums(devices, device_type),
+        shard_optimizer=shard_optimizer,
+        gradient_sums=getattr(torch, devices.gradient_sums),
         device_type=device_type,
         world_size=world_size,
         mesh=mesh,
@@ -150,11 +153,13 @@ def make_plan(flags, vocab_size, device_type, world_size, meta=None):
         start=flags.start)
 
 
-def plan_gradient_sums(devices, device_type):
-    """Returns the dtype in which gradients travel between the ranks, for KernelFlags. Raises BadInput."""
-    if devices.gradient_sums == "bfloat16" and device_type not in ("tpu", "xla"):
-        raise BadInput(f"--gradient_sums=bfloat16, but on {device_type} gradients are summed in fp32: leave it out")
-    return getattr(torch, devices.gradient_sums)
+def plan_sharding(devices, device_type):
+    """Returns whether each rank keeps a part of the optimizer's state, for KernelFlags. Raises BadInput."""
+    is_sharded = devices.is_sharded_on(device_type)
+    if devices.gradient_sums == "bfloat16" and not is_sharded:
+        where = "with --shard_optimizer=off" if device_type in ("tpu", "xla") else f"on {device_type}"
+        raise BadInput(f"--gradient_sums=bfloat16, but {where} gradients are summed in fp32: leave it out")
+    return is_sharded
 
 
 def plan_kernel(devices, config, device_type, mesh):

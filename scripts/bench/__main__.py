@@ -9,6 +9,7 @@
     generate    completion on this CPU: prompt, tokens, drafts
     serve       how long an editor waits for a completion
     replay      characters that completions save a person who types
+    clean       MB of C++ a second that prepare_data cleans, filter by filter
     kernels     cycles of the attention kernels on a TPU, beside their bound
     schedule    cycles of products of known size on a TPU, beside their bound
 
@@ -19,7 +20,7 @@ import sys
 
 from nanochat.common import BadInput, run_script
 
-NAMES = ("train", "host", "loader", "checkpoint", "generate", "serve", "replay", "kernels", "schedule")
+NAMES = ("train", "host", "loader", "clean", "checkpoint", "generate", "serve", "replay", "kernels", "schedule")
 
 
 def main(argv=None):

@@ -33,7 +33,7 @@ class Training:
         self.kernel = kernel
         run = parse_flags([f"--depth={flags.depth}", "--model_dim=128", "--max_seq_len=16", "--device_batch_size=2",
                            f"--total_batch_size={32 * flags.micro_steps}", "--num_iterations=1000",
-                           f"--kernel={kernel}"])
+                           f"--kernel={kernel}", "--shard_optimizer=off"])
         plan = make_plan(run, 256, "xla", 1)
         self.training = make_step(plan, make_model(plan).init_weights().to(dist.device), dist)
         self.batch = {"rows": torch.zeros(2, 17, dtype=torch.int32).to(dist.device)}

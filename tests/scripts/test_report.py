@@ -153,6 +153,7 @@ def test_the_block_for_an_issue_sets_what_was_measured_beside_the_estimate(inter
     assert "interruptions 1;" in block and "torch 2." in block
     text = markdown_block(run, {"depth": 4, "seed": 1}, report)
     assert "depth was 4 in the run and 2 in the preflight" in text
+    assert differences({"shard_optimizer": "on"}, {"shard_optimizer": "auto"}) == ""
     assert differences({"key_shift": "off"}, {"key_shift": "on"}) == \
         "key_shift was off in the run and on in the preflight"
     for content in ("", "[]", "{}", '{"accelerator": 1}', json.dumps(report | {"flags": []})):

@@ -149,10 +149,12 @@ def test_a_search_for_what_is_given_is_refused_before_anything_is_traced(tiny, f
 
 @pytest.mark.parametrize("flags, sizes", [
     (["--kernel=flash"], [1, 2, 4, 8]), (["--kernel=chunked", "--mesh_tensor=2"], [1, 2, 4]),
-    (["--kernel=current"], [1]),
+    (["--kernel=current"], [1]), (["--shard_optimizer=off"], [1]),
     (["--kernel=chunked", "--model_dim=1020", "--num_heads=6"], [1, 2, 4])])
 def test_the_search_for_a_mesh_tries_those_on_which_a_run_is_possible(monkeypatch, flags, sizes):
+    """Also where the environment names another one."""
     monkeypatch.setenv("TPU_ACCELERATOR_TYPE", "v5litepod-8")
+    monkeypatch.setenv("TPU_MESH_CONFIG", "1,8")
     trials = flags_of_meshes(parse_flags(flags), chips=8)
     assert [*trials] == sizes
     for fsdp, trial in trials.items():

@@ -246,10 +246,12 @@ def test_a_checkpoint_goes_on_on_every_other_mesh(train, reference, tokenizer_di
     (["--mesh_tensor=2", "--mesh_fsdp=4", "--model_dim=60"], 8,
      "4 chips along fsdp do not divide the width .* a chip along tensor has, 30: use --mesh_fsdp=2"),
     (["--mesh_tensor=2", "--kernel=current"], 2, "--mesh_tensor .* --kernel=current"),
+    (["--mesh_tensor=2", "--shard_optimizer=off"], 2, "--mesh_tensor=2 .* --shard_optimizer=off"),
     (["--mesh_tensor=2", "--mesh_data=3"], 6, "3 groups of 2 devices do not divide .* use 2 or 4 groups of 2 devices"),
     (["--mesh_tensor=2", "--total_batch_size=300"], 2, "64 = .* 1 groups of 2 devices: use 256 or 320"),
     (["--mesh_fsdp=4"], 4, "270 tokens cannot be divided by 4: use .* 272 tokens"),
     (["--mesh_fsdp=2", "--kernel=current"], 2, "--mesh_fsdp .* --kernel=current"),
+    (["--mesh_fsdp=2", "--shard_optimizer=off"], 2, "--shard_optimizer=off"),
     (["--mesh_fsdp=2", "--device_type=cpu"], 1, "there are 1"),
     (["--mesh_fsdp=8", "--model_dim=60", "--num_heads=2"], 8, "do not divide the width .*60: use --mesh_fsdp=4"),
 ])
@@ -258,3 +260,19 @@ def test_meshes_that_cannot_be_are_refused_before_anything_starts(tiny, monkeypa
     with pytest.raises(BadInput, match=words) as refusal:
         main(last_of_each(*tiny, "--kernel=chunked", *flags))
     assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("config, flags, words", [
+    ("1,8", ["--model_dim=60", "--num_heads=2"], "do not divide the width .*60: use TPU_MESH_CONFIG=2,4 .* unset"),
+    ("1,8", [], "270 tokens cannot be divided by 8: use TPU_MESH_CONFIG=8,1 .* 272 tokens"),
+    ("4,2", ["--shard_optimizer=off"], "TPU_MESH_CONFIG=4,2 .* --shard_optimizer=off"),
+    ("8", ["--kernel=current", "--mesh_data=2"], "--mesh_data=2 --mesh_fsdp=1"),  # the flags count
+    ("1,2,4", [], "do not divide the attention heads .*2: use TPU_MESH_CONFIG=2,2,2 with .*=data,fsdp,tensor"),
+    ("2,2", [], "there are 8: use TPU_MESH_CONFIG=8,1 or 4,2 or 2,4"),
+])
+def test_a_mesh_of_the_environment_is_refused_by_its_variables(tiny, monkeypatch, config, flags, words):
+    monkeypatch.setenv("CPU_NUM_DEVICES", "8")
+    monkeypatch.setenv("TPU_MESH_CONFIG", config)
+    with pytest.raises(BadInput, match=words) as refusal:
+        main(last_of_each(*tiny, "--kernel=chunked", *flags))
+    assert ("--mesh" in str(refusal.value)) == ("--mesh_data=2" in flags)

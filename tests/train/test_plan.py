@@ -111,10 +111,11 @@ def test_a_ramp_that_does_not_fit_other_flags_is_refused(flags, message):
         make_plan(parse_flags(flags), 65536, "tpu", 8)
 
 
-@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
-def test_sums_in_bfloat16_where_there_are_none_are_refused(device_type):
-    with pytest.raises(BadInput, match=f"--gradient_sums=bfloat16.*on {device_type}.*: leave it out"):
-        make_plan(parse_flags(["--gradient_sums=bfloat16"]), 65536, device_type, 8)
+@pytest.mark.parametrize("device_type, flags, message", [
+    ("cpu", [], "on cpu"), ("cuda", [], "on cuda"), ("tpu", ["--shard_optimizer=off"], "--shard_optimizer=off")])
+def test_sums_in_bfloat16_where_there_are_none_are_refused(device_type, flags, message):
+    with pytest.raises(BadInput, match=f"--gradient_sums=bfloat16.*{message}.*: leave it out"):
+        make_plan(parse_flags(["--gradient_sums=bfloat16", *flags]), 65536, device_type, 8)
 
 
 def test_the_rotary_base_is_that_of_the_final_length_and_stays_that_of_the_checkpoint():
