@@ -25,7 +25,7 @@ from nanochat.data.tokenizer import load_tokenizer
 from nanochat.infer.load import load_language_meta, resolve_inference_device_type
 from nanochat.model.config import GPTConfig
 from nanochat.record.metrics import METRICS_FILE, parse_record
-from nanochat.run.processes import expected_world_size, run_module, started_module
+from nanochat.run.processes import expected_world_size, require_success, run_module, started_module
 from nanochat.run.stopping import EXIT_STATUS
 from nanochat.train.describe import seconds_of_row
 from nanochat.train.flags import Flags as TrainFlags
@@ -141,8 +141,8 @@ def train(module, flags, metrics):
                 print("the held-out files gain no more", flush=True)
                 process.terminate()
                 is_told = True
-    if process.returncode != 0 and not (is_told and process.returncode == EXIT_STATUS):
-        raise BadInput(f"base_train ended with status {process.returncode}: see above")
+    if not (is_told and process.returncode == EXIT_STATUS):
+        require_success(module, process.returncode)
 
 
 def gain_no_more(metrics):
@@ -193,6 +193,8 @@ weight = 1
 def report(flags, metrics):
     """Says what the training has gained."""
     found = evaluations(metrics)
+    if 0 not in found:
+        raise BadInput("the first evaluation failed, so what was gained is unknown: see above")
     best = min(found, key=found.get)
     for name, before, now in zip(("its held-out files", "the old validation text"), found[0], found[best], strict=True):
         print(f"{name}: {before:.4f} -> {now:.4f} bits per byte ({now / before - 1:+.1%})")

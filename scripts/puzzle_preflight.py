@@ -19,7 +19,6 @@ from nanochat.preflight.flags import prepare, read_preflight_flags
 from nanochat.preflight.report import make_report
 from nanochat.preflight.trace import Programs, fill_with_placeholders
 from nanochat.puzzles.plan import TITLES, Flags
-from nanochat.puzzles.puzzle_data import read_puzzles
 from nanochat.puzzles.task import make_task
 from nanochat.puzzles.trm import TRM
 
@@ -34,10 +33,9 @@ def trace_run(flags, chips):
         model = TRM(task.plan.config, task.plan.dtype)
     training = task.make_step(fill_with_placeholders(model), dist)
     programs = Programs(task.plan, training)
-    puzzles = read_puzzles(flags.data_dir, "val")
     return programs, programs.trace(
         {"micro_step": next(task.open_batches(dist, 0))},
-        lambda: task.solve_held_out(training.model, puzzles, dist, is_cut_short=lambda: False))
+        lambda: task.solve_held_out(training.model, dist, is_cut_short=lambda: False))
 
 
 def main(argv=None):

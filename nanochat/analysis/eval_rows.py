@@ -63,6 +63,7 @@ class FileRows:
     given: str
     num_files = 0  # so far
     unfinished_lanes = ()  # for bits_per_byte
+    problem = None  # likewise
     _counts = None  # of the last batch
 
     def view(self, rows):

@@ -128,6 +128,7 @@ class DataLoader:
     """
 
     ended = frozenset()  # see MixtureLoader
+    problem = None  # see loss_eval.HeldOutRows
     _part = slice(None)  # this rank's part of the rows of a batch
 
     def __init__(self, shards, tokenizer, rows, *, state=None, num_rows=None, infilling=None, threads=2):
@@ -203,9 +204,14 @@ class DataLoader:
         except BaseException as error:
             self._error = error  # rows of this batch are lost, so the loader cannot continue
             raise
-        if self._part != slice(None) and (rows[:, 0] == PADDING).all():
+        if self.is_small and (rows[:, 0] == PADDING).all():
             raise StopIteration  # the text has ended, on every rank
         return Batch(torch.from_numpy(rows)[self._part], dict(self._states), self.run)
+
+    @property
+    def is_small(self):
+        """Whether every rank reads all of a small text, which may end before num_rows."""
+        return self._part != slice(None)
 
     def change_rows(self, batch_size, seq_len):
         """Changes the length of rows from the next batch on, as a new loader would that begins with the states of the

@@ -1,10 +1,13 @@
 """Bits per byte: a loss that does not depend on the tokenizer, so models with different tokenizers can be compared."""
 import math
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
+from nanochat.common import BadInput, Failure
 from nanochat.data.lanes import PADDING
+from nanochat.data.loader import Batch
 from nanochat.device.collectives import all_reduce_sum
 from nanochat.device.programs import one_program
 from nanochat.model.layers import IGNORE_INDEX
@@ -15,6 +18,62 @@ class Evaluation:
     bits_per_byte: float
     num_bytes: int
     is_whole_text: bool  # the text ended before the requested rows
+
+
+class NotRead(Exception):
+    """A rank cannot read the rows of an evaluation: all ranks raise this, at the same point of their programs."""
+
+
+class HeldOutRows:
+    """The batches of an evaluation within a run, for bits_per_byte. A rank that cannot read them has a `problem`, and
+    goes on with padding: otherwise others would wait for it in a collective."""
+
+    def __init__(self, open_loader, padding, num_batches):
+        """open_loader(): makes the DataLoader; padding: rows of a batch, int (B, T + 1); num_batches: at most."""
+        self.problem = None  # its text
+        self.unfinished_lanes = ()
+        self._loader = None
+        self._padding = Batch(padding, {}, {})
+        self._num_batches = num_batches
+        with self._noting_a_problem():
+            self._loader = open_loader()
+            self.unfinished_lanes = self._loader.unfinished_lanes
+            # Only whoever can read a small text knows its last batch. So it is read before the ranks agree.
+            self._batches = iter(list(self._loader) if self._loader.is_small else self._loader)
+
+    @contextmanager
+    def _noting_a_problem(self):
+        try:
+            yield
+        except (BadInput, Failure) as error:
+            self.problem = str(error)
+
+    def require_all(self, dist):
+        """Raises NotRead if a rank could not open the text. Every rank must call it."""
+        failed = torch.tensor([self.problem is not None], dtype=torch.int32).to(dist.device)
+        if dist.world_size > 1:
+            with one_program(dist, "evaluate_begin", collective=True):
+                all_reduce_sum([failed], dist)
+        _require_none(failed.item(), self)
+
+    def __iter__(self):
+        for _ in range(self._num_batches):
+            batch = self._padding
+            if self.problem is None:
+                with self._noting_a_problem():
+                    batch = next(self._batches, None)
+            if batch is None:
+                return
+            yield batch
+
+    def close(self):
+        if self._loader:
+            self._loader.close()
+
+
+def _require_none(num_failed, loader):
+    if num_failed:
+        raise NotRead(loader.problem or "another rank cannot read the text")
 
 
 def never():
@@ -34,11 +93,13 @@ def bits_per_byte(model, loader, token_bytes, dist, is_cut_short=never, view=all
     """Returns the Evaluation of the rows of `loader`, the same text for every world size.
 
     model: called as model(ids, targets) -> losses, in nats
-    loader: a new DataLoader of this rank, with `num_rows`
+    loader: a new DataLoader of this rank, with `num_rows`, or HeldOutRows
     token_bytes: int32 (vocabulary,), on the CPU, the bytes of each token
     is_cut_short(): called for each batch; once it returns True, on all ranks before the same batch, the result is None
     view(rows): returns the rows that the model sees, and which of their tokens count, bool; all (B, T + 1)
     copies: how many ranks read each row
+
+    Raises NotRead, on all ranks, if one of them has HeldOutRows with a problem.
     """
     nats = torch.zeros((), device=dist.device)
     num_bytes = 0
@@ -56,11 +117,13 @@ def bits_per_byte(model, loader, token_bytes, dist, is_cut_short=never, view=all
             nats += model(rows[:, :-1].contiguous().to(dist.device), targets.to(dist.device)).sum()
     if dist.rank % copies:  # of the neighbours that read the same rows one counts: int32 would overflow soon
         num_bytes = 0
-    totals = [nats, torch.tensor([num_bytes, len(loader.unfinished_lanes)], dtype=torch.int32).to(dist.device)]
+    counts = num_bytes, len(loader.unfinished_lanes), loader.problem is not None
+    totals = [nats, torch.tensor(counts, dtype=torch.int32).to(dist.device)]
     with one_program(dist, "evaluate_reduce", collective=True):
         all_reduce_sum(totals, dist)
     nats = totals[0].item() / copies
-    num_bytes, unfinished_lanes = totals[1].tolist()
+    num_bytes, unfinished_lanes, num_failed = totals[1].tolist()
+    _require_none(num_failed, loader)
     value = nats / (math.log(2) * num_bytes) if num_bytes else float("nan")
     return Evaluation(value, num_bytes, is_whole_text=unfinished_lanes == 0)
 

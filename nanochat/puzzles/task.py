@@ -17,7 +17,7 @@ from nanochat.model.optim import MuonAdamW
 from nanochat.model.parts import Parts
 from nanochat.puzzles.episodes import LOSSES, EpisodeLoss, empty_carry, solve, solve_held_out
 from nanochat.puzzles.plan import Flags, PuzzleFlags, PuzzlePlan, UpdateFlags, make_plan, make_rules
-from nanochat.puzzles.puzzle_data import PuzzleFeed, read_puzzles
+from nanochat.puzzles.puzzle_data import PuzzleFeed, Puzzles, read_puzzles
 from nanochat.puzzles.trm import TRM
 from nanochat.train.step import Objective, TrainingStep
 from nanochat.train.task import Event, flags_of
@@ -29,6 +29,7 @@ class PuzzleTask:
     flags: Flags
     plan: PuzzlePlan
     data_fingerprint: str  # of the training puzzles
+    held_out: Puzzles  # in memory: no evaluation can fail to read them
     name = "puzzles"
     # Supervision steps of puzzles a second, and the solved shares: of the last steps' puzzles, of held-out ones, and of
     # their cells.
@@ -104,20 +105,19 @@ class PuzzleTask:
 
     def evaluate(self, training, dist, step, is_cut_short):
         """Returns the metrics of solve_held_out for the averaged weights."""
-        puzzles = read_puzzles(self.flags.data_dir, "val")
         with training.optimizer.averaged_weights():
-            return self.solve_held_out(training.model, puzzles, dist, is_cut_short)
+            return self.solve_held_out(training.model, dist, is_cut_short)
 
-    def solve_held_out(self, model, puzzles, dist, is_cut_short):
+    def solve_held_out(self, model, dist, is_cut_short):
         """Returns the metrics of `evaluate` for the model's own weights."""
         flags = self.flags.puzzles
-        return solve_held_out(model, puzzles, dist, self.plan, flags.supervision_steps, flags.eval_puzzles,
+        return solve_held_out(model, self.held_out, dist, self.plan, flags.supervision_steps, flags.eval_puzzles,
                               is_cut_short)
 
     @torch.no_grad()
     def sample(self, training, dist, step, is_cut_short):
         """Prints a held-out puzzle after each of some supervision steps. Every rank solves it."""
-        puzzles = read_puzzles(self.flags.data_dir, "val")
+        puzzles = self.held_out
         with training.optimizer.averaged_weights():
             answers = solve(training.model, puzzles.puzzles[:1], self.flags.puzzles.supervision_steps, dist)
         last = len(answers) - 1
@@ -137,4 +137,4 @@ def make_task(flags, device_type, world_size, directory):
     if (puzzles.kind, puzzles.shape, puzzles.tasks) != (held_out.kind, held_out.shape, held_out.tasks):
         raise BadInput(f"--data_dir={flags.data_dir} has other puzzles in val.parquet than in train.parquet: make them "
                        "again with python3 -m scripts.prepare_puzzles")
-    return PuzzleTask(flags, make_plan(flags, puzzles, device_type, world_size), puzzles.fingerprint)
+    return PuzzleTask(flags, make_plan(flags, puzzles, device_type, world_size), puzzles.fingerprint, held_out)

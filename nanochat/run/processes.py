@@ -16,7 +16,16 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
-from nanochat.common import BadInput, end_with_parent, locked, prepare_output, require_writable_dir, say, say_error
+from nanochat.common import (
+    BadInput,
+    Failure,
+    end_with_parent,
+    locked,
+    prepare_output,
+    require_writable_dir,
+    say,
+    say_error,
+)
 from nanochat.device import tpu
 from nanochat.device.ranks import spawn_ranks
 from nanochat.device.tpu import count_tpu_chips
@@ -167,8 +176,16 @@ def started_module(module, *flags, env=None):
 
 
 def run_module(module, *flags, env=None):
-    """Runs a script of this project as started_module does, up to its end. Raises BadInput if it fails."""
+    """Runs a script of this project as started_module does, up to its end; see require_success."""
     with started_module(module, *flags, env=env) as process:
         status = process.wait()
+    require_success(module, status)
+
+
+def require_success(module, status):
+    """Ends this process with the exit status of a script of this project, which has said why, unless it is 0. Raises
+    Failure if a signal ended the script, which then could not say anything."""
+    if status < 0:
+        raise Failure(f"{module} was ended by signal {-status}: start the same command again")
     if status:
-        raise BadInput(f"{module} ended with status {status}: see above")
+        sys.exit(status)

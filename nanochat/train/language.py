@@ -2,7 +2,7 @@
 import math
 import time
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 
@@ -12,13 +12,14 @@ from nanochat.checkpoint.meta import read_config, require_same
 from nanochat.checkpoint.pieces import state_bytes
 from nanochat.common import BadInput
 from nanochat.data.fim import Infilling, check_fim
+from nanochat.data.lanes import PADDING
 from nanochat.data.loader import DataLoader, Rows, SyntheticLoader
 from nanochat.data.mixture import MixtureLoader, open_mixture
 from nanochat.data.shards import open_text
 from nanochat.data.tokenizer import Tokenizer, load_tokenizer
 from nanochat.device.ranks import print0
 from nanochat.infer.engine import Engine
-from nanochat.infer.loss_eval import bits_per_byte, with_suffixes
+from nanochat.infer.loss_eval import HeldOutRows, NotRead, bits_per_byte, with_suffixes
 from nanochat.infer.sample import BrokenModel
 from nanochat.kernels.choose import get_kernels
 from nanochat.kernels.sharded import Sharding
@@ -251,12 +252,18 @@ class LanguageTask:
 
     def evaluate(self, training, dist, step, is_cut_short):
         """Returns the bits per byte of the validation text, and with --fim_rate of middles in it; {} if a stop cuts it
-        short: the resumed run repeats it."""
+        short (the resumed run repeats it), and with a warning if a rank cannot read the text."""
+        try:
+            return self._evaluate(partial(self._measure, training.compiled_model, dist, is_cut_short))
+        except NotRead as error:
+            print0(f"warning: no evaluation at step {step}: {error}")
+            return {}
+
+    def _evaluate(self, measure):
         # The ranks divide the same rows, so the result does not depend on their number.
         seq_len = self.plan.config.max_seq_len
         num_rows = max(self.flags.record.eval_tokens // seq_len, 1)
         print0(f"evaluating {num_rows * seq_len:,} tokens of the validation text")
-        measure = partial(self._measure, training.compiled_model, dist, is_cut_short)
         metrics = {}
         for name, data in self.validation_sets.items():
             text = measure(num_rows, data=data)
@@ -278,14 +285,18 @@ class LanguageTask:
 
     def _measure(self, model, dist, is_cut_short, num_rows, fim_rate=0.0, data=None, **options):
         """Returns the Evaluation of `num_rows` of the validation text of the DataFlags `data`, by default of the first
-        set, with `fim_rate` of the documents rewritten; None if it is cut short. options: of bits_per_byte."""
+        set, with `fim_rate` of the documents rewritten; None if it is cut short. options: of bits_per_byte. Raises
+        NotRead."""
         plan = self.plan
         data = data or next(iter(self.validation_sets.values()))
         rows = self._rows(dist, batch_size=plan.device_batch_size, seq_len=plan.config.max_seq_len,
                           seed=self.flags.run.seed + 1)
         batches = math.ceil(num_rows / (plan.device_batch_size * plan.mesh.readers))
-        with self._open_rows("val", data, rows, fim_rate, num_rows=num_rows) as loader:
-            return bits_per_byte(model, loader, self.tokenizer.token_bytes(), dist,
+        open_loader = partial(self._open_rows, "val", data, rows, fim_rate, num_rows=num_rows)
+        padding = torch.full((rows.batch_size, rows.seq_len + 1), PADDING, dtype=torch.int32)
+        with closing(HeldOutRows(open_loader, padding, batches)) as held_out:
+            held_out.require_all(dist)
+            return bits_per_byte(model, held_out, self.tokenizer.token_bytes(), dist,
                                  _with_progress(is_cut_short, batches), copies=plan.mesh.tensor, **options)
 
     @contextmanager

@@ -1,5 +1,6 @@
 """Puzzles and the model that solves them, also on XLA, and as a run of puzzle_train."""
 import json
+import shutil
 from dataclasses import asdict
 from functools import partial
 from types import SimpleNamespace
@@ -151,6 +152,16 @@ def test_no_held_out_puzzle_is_a_form_of_one_to_train_on(data_dir):
     train, val = (set(sudoku.fingerprints(read_puzzles(data_dir, split).puzzles, 2, 2).tolist())
                   for split in ("train", "val"))
     assert train and val and not train & val
+
+
+def test_an_evaluation_does_not_need_the_folder_any_more(data_dir, tmp_path):
+    folder = shutil.copytree(data_dir, tmp_path / "puzzles")
+    made = task.make_task(parse_flags(last_of_each(*TINY, f"--data_dir={folder}")), "cpu", 1, None)
+    dist = Dist("cpu", torch.device("cpu"))
+    training = made.make_step(TRM(made.plan.config).init_weights(0), dist)
+    shutil.rmtree(folder)
+    assert made.evaluate(training, dist, 0, lambda: False)["val_puzzles"] == 12
+    assert made.sample(training, dist, 0, lambda: False) == {}
 
 
 def test_every_number_of_ranks_sees_the_same_puzzles_from_any_step_on(data_dir):

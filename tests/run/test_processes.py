@@ -3,7 +3,8 @@ import time
 
 import pytest
 
-from nanochat.run.processes import started_module
+from nanochat.common import Failure
+from nanochat.run.processes import run_module, started_module
 
 ENDS_SLOWLY = """
 import pathlib, signal, time
@@ -26,3 +27,14 @@ def test_ctrl_c_waits_for_a_script_that_still_saves(tmp_path, monkeypatch):
             time.sleep(0.02)
         raise KeyboardInterrupt
     assert (tmp_path / "saved").exists() and process.returncode == 0
+
+
+def test_a_script_that_fails_ends_its_caller_which_has_nothing_to_add(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "fails.py").write_text("raise SystemExit(2)")
+    with pytest.raises(SystemExit, match="2"):
+        run_module("fails")
+    assert capfd.readouterr().err == ""
+    (tmp_path / "is_killed.py").write_text("import os; os.kill(os.getpid(), 9)")
+    with pytest.raises(Failure, match="is_killed was ended by signal 9: start the same command again"):
+        run_module("is_killed")

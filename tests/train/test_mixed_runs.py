@@ -1,5 +1,6 @@
 """Runs on a mixture, and runs with several validation sets."""
 import re
+import shutil
 
 import pytest
 
@@ -10,7 +11,8 @@ from nanochat.train.flags import named_places, parse_flags
 from nanochat.train.language import make_task
 from nanochat.train.prepare import changed_flags
 from scripts import base_train, report
-from tests.conftest import last_of_each
+from tests.conftest import add_records, last_of_each
+from tests.train import unreadable
 
 MIXTURE = """
 [sources.big]
@@ -65,6 +67,25 @@ def test_a_run_that_is_killed_in_each_stage_and_at_its_edge_resumes_with_the_sam
     others = [flag for flag in tiny if not flag.startswith(("--data_dir", "--val_dir"))]
     with pytest.raises(BadInput, match="the hash of --data_mix is .* there and .* here"):
         base_train.main(last_of_each("--run=mixed", *others, *flags, "--num_iterations=8"))
+
+
+@pytest.mark.parametrize("rank, lanes", [(0, 2), (1, 2), (1, 64)])  # with 64 lanes, each rank reads the whole text
+def test_a_run_goes_on_without_the_evaluations_whose_text_a_rank_cannot_read(warm_ranks, tiny, corpus_dir, base_dir,
+                                                                             tmp_path, rank, lanes):
+    """At first one rank cannot open it, then it cannot read all of it, and then the folder has gone, for all ranks."""
+    val = tmp_path / "val"
+    shutil.copytree(corpus_dir / "val", val)
+    flags = last_of_each("--run=test", *tiny, f"--val_dir={val}", f"--num_lanes={lanes}", "--eval_every=2")
+    process = warm_ranks(2).call(unreadable.main, flags, FAILING_RANK=str(rank), VANISHING=str(val))
+    assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-4000:]
+    warnings = re.findall("warning: no evaluation at step (.*)", process.stdout)
+    problems = ["shard_00000.parquet cannot be opened", "shard_00000.parquet cannot be read"]
+    if rank:
+        problems = ["another rank cannot read the text"] * 2
+    assert warnings[:2] == [f"{step}: {problem}" for step, problem in zip((0, 2), problems, strict=True)]
+    assert warnings[2].startswith("4: ") and warnings[3].startswith(f"6: no val data: {val} is not a directory; make")
+    found = add_records(process, base_dir / "checkpoints/test")
+    assert sorted(found.losses) == [1, 2, 3, 4, 5, 6] and not found.bpb
 
 
 def test_a_mixture_may_be_edited_while_a_run_lasts(mixture, tiny, tmp_path):
