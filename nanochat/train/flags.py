@@ -129,6 +129,10 @@ class DataFlags(TextFlags):
     def folder(self, split):
         return self.val_dir if split == "val" else self.data_dir
 
+    def source_names(self):
+        """Returns the names of the sources of --data_mix, () without it."""
+        return tuple(source.name for source in read_mixture(self.data_mix).sources) if self.data_mix else ()
+
     def validation_sets(self):
         """Returns {name: DataFlags with the --val_dir of this set}; the name of the only one is ""."""
         places = named_places(self.val_dir or "")

@@ -92,6 +92,7 @@ class LanguageTask:
     start: Start | None = None  # of a run that has not begun yet
     lacks: str | None = None  # see Task
     validation_sets: dict = field(default_factory=dict)  # as in DataFlags; read once: --data_mix may be edited later
+    sources: tuple = ()  # names of those of --data_mix
     name = "language"
     changing_flags = (*flags_of((BatchFlags, OptimConfig, DistillationFlags), but={"device_batch_size"}),
                       "compute_dtype", "products", "validation")
@@ -102,7 +103,8 @@ class LanguageTask:
 
     @property
     def console(self):
-        return {f"val_bpb_{name}": f"{name} {{:.4f}}" for name in self.validation_sets if name}
+        found = {f"val_bpb_{name}": f"{name} {{:.4f}}" for name in self.validation_sets if name}
+        return found | {f"tokens_{name}": f"{name} {{:,.0f}} tokens" for name in self.sources}
 
     @property
     def first_step(self):
@@ -391,4 +393,4 @@ def make_task(flags, device_type, world_size, directory, judge_code=None):
     if flags.data.fim_rate:
         check_fim(f"--fim_rate={flags.data.fim_rate:g}", tokenizer, plan.config.max_seq_len)
     return LanguageTask(flags, plan, tokenizer, given, teacher, data_fingerprint, about_data, judge_code, start, lacks,
-                        sets)
+                        sets, flags.data.source_names())

@@ -48,6 +48,7 @@ def test_a_run_that_is_killed_in_each_stage_and_at_its_edge_resumes_with_the_sam
               if "tokens_own" in record}
     assert tokens[3][0] / sum(tokens[3]) == pytest.approx(2 / 3, abs=0.05) and tokens[6][0] == tokens[3][0]
     assert tokens[6][1] > tokens[3][1] + 1000
+    assert f"| big {tokens[6][0]:,} tokens | own {tokens[6][1]:,} tokens" in whole.stdout
     last = whole.records[-1]
     assert last["val_bpb"] == last["val_bpb_big"] != last["val_bpb_own"]  # the first set is the run's
     assert f"validation {last['val_bpb']:.4f} bits per byte" in whole.stdout
@@ -92,7 +93,7 @@ def test_a_mixture_may_be_edited_while_a_run_lasts(mixture, tiny, tmp_path):
     others = [flag for flag in tiny if not flag.startswith(("--data_dir", "--val_dir"))]
     task = make_task(parse_flags(last_of_each(*others, f"--data_mix={mixture}")), "cpu", 1, tmp_path)
     mixture.unlink()
-    assert list(task.console) == ["val_bpb_big", "val_bpb_own"]  # which names the sets that are evaluated
+    assert list(task.console) == ["val_bpb_big", "val_bpb_own", "tokens_big", "tokens_own"]  # which names all of them
 
 
 def test_a_resumed_run_says_that_its_validation_has_changed(mixture, tiny, tmp_path):
