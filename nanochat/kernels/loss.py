@@ -58,6 +58,20 @@ def full_mean_loss(hidden, head, targets, cap, teaching=None):
     return losses.sum() / len(hidden)
 
 
+def cut_cross_entropy(hidden, head, targets, cap):
+    """Returns the losses (N,) by the package cut-cross-entropy, on CUDA, without logits in memory."""
+    from cut_cross_entropy import linear_cross_entropy
+    return linear_cross_entropy(hidden, head.to(hidden.dtype), targets.long(), ignore_index=IGNORE_INDEX,
+                                softcap=cap.as_softcap, reduction="none")
+
+
+def cut_mean_loss(hidden, head, targets, cap, teaching=None):
+    """Returns the mean loss, a scalar. The package knows no teacher: the student's loss is chunked."""
+    if teaching is None:
+        return cut_cross_entropy(hidden, head, targets, cap).mean()
+    return chunked_mean_loss(CHUNK_TOKENS, hidden, head, targets, cap, teaching)
+
+
 # With the logits of one chunk of tokens in memory at a time
 
 

@@ -241,7 +241,7 @@ def test_impossible_shapes_are_refused_with_the_value(overrides, words):
         GPTConfig(**{**TINY, **overrides})
 
 
-@pytest.mark.parametrize("kernel, device_type", [("flash", "cpu"), ("warp", "cpu")])
+@pytest.mark.parametrize("kernel, device_type", [("flash", "cpu"), ("cce", "cpu"), ("warp", "cpu")])
 def test_a_kernel_that_cannot_run_names_those_that_can(kernel, device_type):
     with pytest.raises(BadInput, match=f"--kernel={kernel} .*choose current or chunked"):
         get_kernels(kernel, device_type)
