@@ -14,7 +14,7 @@ from nanochat.kernels import plain
 from nanochat.kernels.choose import get_kernels
 from nanochat.kernels.int8 import rounded
 from nanochat.model import ngrams
-from nanochat.model.layers import ATTENTION, MLP, VALUES, CachedText, WholeText, gate_of, gated, shift_keys
+from nanochat.model.layers import ATTENTION, MLP, VALUES, CachedText, WholeText
 from nanochat.model.tiny import IDS, require_close, tiny_gpt
 
 KNOWN = {"head_dim", "layer_gates", "key_shift"}  # the LayerOptions that this file computes
@@ -73,8 +73,7 @@ class Int8GPT:
         self.logit_cap = model.logit_cap
         self.value_table = model.value_table.detach().clone() if model.config.num_values else None
         self.ngram_table = model.ngram_table.detach().clone() if model.config.ngram_rows else None
-        self.cos = torch.cat([model.cos, model.cos], dim=-1)[:, None]  # (max_seq_len, 1, head_dim)
-        self.sin = torch.cat([model.sin, -model.sin], dim=-1)[:, None]
+        self.rotary = torch.complex(model.cos, -model.sin)[:, None]  # (max_seq_len, 1, head_dim / 2)
         self.lm_head = matrix(model.lm_head.detach())
         self.layers = [_Int8Layer(model, index, matrix) for index in range(model.config.n_layer)]
 
@@ -83,7 +82,7 @@ class Int8GPT:
         """As GPT.hidden. positions: a slice."""
         if positions is None:
             positions = slice(0, ids.size(1))
-        rotary = self.cos[positions], self.sin[positions]
+        rotary = self.rotary[positions]
         x0 = _norm(F.embedding(ids, self.wte))
         if self.ngram_table is not None:
             rows = ngrams.rows_of(ids, self.config.ngram_rows, cache, positions)
@@ -116,44 +115,62 @@ class Int8GPT:
 
 
 class _Int8Layer:
-    """A layer, like layers.gpt_layer."""
+    """A layer, like layers.gpt_layer. In q and k, the channels i and i + head_dim / 2 of a head stand side by side: a
+    complex number, which rotary turns."""
 
     def __init__(self, model, index, matrix):
         config = model.config
-        self.options = model.options
+        self.head_dim = config.head_dim
+        self.is_key_shifted = config.key_shift
         self.resid_scale = model.resid_scale[index].item()
         self.x0_scale = model.x0_scale[index].item()
-        self.qkv = matrix(torch.cat([model.attn_q[index], model.attn_k[index], model.attn_v[index]]).detach())
+        q = _in_pairs(model.attn_q[index], config.head_dim)
+        k = _in_pairs(model.attn_k[index], config.head_dim)
+        self.qkv = matrix(torch.cat([q, k, model.attn_v[index]]).detach())
         self.num_q = config.n_head
         self.num_kv = config.n_kv_head
         self.attn_o = matrix(model.attn_o[index].detach())
         self.mlp_in = matrix(model.mlp_in[index].detach())
         self.mlp_out = matrix(model.mlp_out[index].detach(), is_input_positive=True)  # after ReLU²
-        if self.options.layer_gates:
+        self.gate_map = None
+        if config.layer_gates:
             self.gate_map = model.gate_map[index].detach().clone()
-            self.gate_scale = model.gate_scale[index].detach().clone()
+            self.gate_scale = 2 * model.gate_scale[index, :, 0].detach()
 
     def __call__(self, x, x0, rotary, text, value):
-        head_dim = self.options.head_dim
         x = (x * self.resid_scale).add_(x0, alpha=self.x0_scale)  # (B, T, C)
         normed = _norm(x)
-        qkv = self.qkv(normed)
-        if self.options.key_shift:
-            keys = qkv[..., self.num_q * head_dim:(self.num_q + self.num_kv) * head_dim]
-            keys.copy_(shift_keys(keys, text.before(keys), head_dim))
-        heads = qkv.unflatten(-1, (-1, head_dim))  # (B, T, heads, head_dim)
+        heads = self.qkv(normed).unflatten(-1, (-1, self.head_dim))  # (B, T, heads, head_dim)
         qk, v = heads.split([self.num_q + self.num_kv, self.num_kv], dim=2)
-        v = gated(gate_of(self.options, self, VALUES, normed[:, :, None]), v)
+        if self.is_key_shifted:
+            keys = qk[:, :, self.num_q:]
+            shifted = (self.head_dim // 2 + 1) // 2 * 2  # from this channel on, see layers.shift_keys
+            keys[..., shifted:] = text.before(keys.flatten(2)).view_as(keys)[..., shifted:]
+        of_values, of_attention = self._gates(normed, VALUES, ATTENTION)
+        v = v * of_values[..., None]
         if value is not None:
             v = v + value
-        # The rotation of the pairs (i, i + head_dim / 2). roll exchanges the halves, and the signs are in rotary[1].
-        qk = _norm(torch.addcmul(qk * rotary[0], qk.roll(head_dim // 2, dims=-1), rotary[1]))
+        turned = torch.view_as_complex(qk.unflatten(-1, (-1, 2))) * rotary
+        qk = _norm(torch.view_as_real(turned).flatten(-2))
         q, k = qk.transpose(1, 2).split([self.num_q, self.num_kv], dim=1)  # (B, heads, T, head_dim)
         attended = self.attn_o(text.attend(q, k, v.transpose(1, 2)).transpose(1, 2).flatten(2))
-        x = x.add_(gated(gate_of(self.options, self, ATTENTION, normed), attended))
+        x = x.addcmul_(of_attention, attended)
         normed = _norm(x)
-        hidden = self.mlp_in(normed).relu_().square_()
-        return x.add_(gated(gate_of(self.options, self, MLP, normed), self.mlp_out(hidden)))
+        of_mlp, = self._gates(normed, MLP)
+        return x.addcmul_(of_mlp, self.mlp_out(self.mlp_in(normed).relu_().square_()))
+
+    def _gates(self, normed, first, last=None):
+        """Returns the gates from row `first` to `last` of gate_map, each (B, T, 1), as layers.gate_of."""
+        rows = slice(first, (first if last is None else last) + 1)
+        if self.gate_map is None:
+            return normed.new_ones(rows.stop - rows.start, 1, 1, 1)
+        logits = (normed[:, :, None] * self.gate_map[rows]).sum(-1)
+        return logits.sigmoid_().mul_(self.gate_scale[rows]).split(1, dim=-1)
+
+
+def _in_pairs(weight, head_dim):
+    """Returns the rows of q or k with those of each complex number side by side."""
+    return weight.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2)
 
 
 def _norm(x):

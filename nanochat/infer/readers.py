@@ -62,7 +62,7 @@ class BlockCache:
         seen, rows, mask = self._what_is_seen(positions.start, count, queries.size(2), window)
         keys = self.keys[layer][:, :, seen]
         values = self.values[layer][:, :, seen]
-        found = F.scaled_dot_product_attention(queries[:, :, rows].to(keys.dtype), keys, values, attn_mask=mask)
+        found = F.scaled_dot_product_attention(queries.index_select(2, rows).to(keys.dtype), keys, values, attn_mask=mask)
         return found[:, :, :queries.size(2)].reshape(batch, heads, count, head_dim).to(q.dtype)
 
     def _what_is_seen(self, start, count, num_rows, window):
@@ -130,12 +130,12 @@ class Reader:
         self._position += 1
         return self._logits(hidden[:, 0])
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def _hidden(self, ids, cache, position):
         positions = slice(position, position + len(ids[0]))
         return self.model.hidden(torch.tensor(ids, device=self.device), cache, positions)
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def _logits(self, hidden):
         return self.model.logits(hidden).cpu()
 
