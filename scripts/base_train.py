@@ -19,6 +19,7 @@ from nanochat.device import tpu
 from nanochat.device.ranks import resolve_device_type
 from nanochat.judge.code_eval import evaluate_code
 from nanochat.judge.judge import Judge
+from nanochat.judge.problems import read_problems, read_sets
 from nanochat.run.hosts import this_host
 from nanochat.run.processes import started_module
 from nanochat.train.flags import parse_flags
@@ -37,10 +38,14 @@ def main(argv=None):
         status = run_preflight([*given, *kept_flags(flags, run_directory(flags))])
         if status:
             return status
+    others = []
     if flags.record.code_eval_every > 0:
+        own = {problem.name for problem in read_problems()}
+        sets = read_sets(flags.record.code_eval_problems, "--code_eval_problems")
+        others = [problem for problem in sets if problem.name not in own]
         with Judge():  # raises BadInput if there is no compiler or no sandbox
             pass
-    return launch(flags, device_type, partial(make_task, judge_code=evaluate_code))
+    return launch(flags, device_type, partial(make_task, judge_code=partial(evaluate_code, others=others)))
 
 
 def run_preflight(argv):

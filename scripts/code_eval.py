@@ -17,6 +17,7 @@ from nanochat.common import expand_path, flag, read_flags, run_script
 from nanochat.data.shards import TextFlags
 from nanochat.device.ranks import compute_cleanup, compute_init, prepare_xla_environment, resolve_device_type
 from nanochat.infer.load import CheckpointFlags, load_language_meta, load_model, weights_of
+from nanochat.infer.prompt import default_extra_tokens
 from nanochat.judge.code_eval import TASKS, check_solutions, evaluate, make_items, read_others
 from nanochat.judge.eval_report import write_report
 from nanochat.judge.judge import Judge, JudgeFlags
@@ -70,8 +71,9 @@ def main(argv=None):
     out_dir = results_dir(judging.out_dir, "code_eval", name, settings)
     with Judge(judging.unsafe) as judge, open_results(out_dir / "samples.jsonl", settings) as results:
         dist = compute_init(device_type)
-        model, tokenizer, _ = load_model(path, dist, tokenizer_dir=of_model.tokenizer_dir, weights=settings["weights"])
-        writer = Writer(model, tokenizer, dist, sampling)
+        model, tokenizer, meta = load_model(path, dist, tokenizer_dir=of_model.tokenizer_dir,
+                                            weights=settings["weights"])
+        writer = Writer(model, tokenizer, dist, sampling, default_extra_tokens(meta))
         with Progress("problems", len(items), unit="") as progress:
             evaluate(items, writer, judge, results, judging.num_workers, progress.update)
         compute_cleanup(dist)

@@ -25,6 +25,7 @@ class Curve:
     tokens: np.ndarray
     seconds: np.ndarray  # of training, without compiling and evaluating
     cpu_s: float | None  # of all processes of the finished run; None if one of them was killed
+    solutions: tuple  # bits per byte of solutions at the end, and its interval; Nones without --code_eval_every
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,11 @@ class Variant:
 
     def finals(self):
         return [curve.bits_per_byte[-1] for curve in self.curves]
+
+    def solutions(self):
+        """Returns the means over seeds of Curve.solutions, or None."""
+        found = [curve.solutions for curve in self.curves if None not in curve.solutions]
+        return np.mean(found, axis=0).tolist() if found else None
 
     def cost(self):
         """Returns what one run costs, {unit: number or None}; the seconds are medians over seeds."""
@@ -63,7 +69,8 @@ def write_results(trials, chip_seconds, folder):
     results = {}
     for name, variant in variants.items():
         seeds = {curve.seed: curve.bits_per_byte[-1] for curve in variant.curves}
-        results[name] = asdict(comparisons[name]) | variant.cost() | {"seeds": seeds}
+        of_runs = {"seeds": seeds, "solutions": variant.solutions()}
+        results[name] = asdict(comparisons[name]) | variant.cost() | of_runs
     picture = folder / "ablation.png"
     with replacing(picture) as unfinished:
         draw(unfinished, variants)
@@ -91,7 +98,8 @@ def curve_of(trial):
     # Evaluations and seconds are recorded at different steps, so the seconds are interpolated, from 0 at step 0 on.
     known_steps, known_seconds = run.series("seconds_train")
     seconds = np.interp(steps, [0, *known_steps], [0, *known_seconds])
-    return Curve(trial.seed, bits_per_byte, run.work(steps), seconds, trial.notes().get("cpu_s"))
+    solutions = tuple(run.last(name) for name in ("code_bpb", "code_bpb_low", "code_bpb_high"))
+    return Curve(trial.seed, bits_per_byte, run.work(steps), seconds, trial.notes().get("cpu_s"), solutions)
 
 
 @contextmanager
@@ -186,14 +194,15 @@ def holm(p_values):
 def make_rows(variants, comparisons):
     """Returns the rows of the table for a person, (name, [texts]), the names of the columns first."""
     rows = [("variant", ["seeds", "bits per byte", "± s.d.", "difference", "p", "", "tokens", "FLOPs", "CPU s",
-                         "chip-s"])]
+                         "chip-s", "solutions"])]
     for name, variant in variants.items():
         found = comparisons[name]
         cost = variant.cost()
         rows.append((name, [str(len(variant.curves)), f"{found.mean:.4f}", text(found.deviation, "{:.4f}"),
                             text(found.difference, "{:+.4f}"), text(found.p_value, "{:.2g}"), found.verdict,
                             format_count(cost["tokens"]), f"{cost['flops']:.3g}", text(cost["cpu_s"], "{:.0f}"),
-                            text(cost["chip_s"], "{:.3g}")]))
+                            text(cost["chip_s"], "{:.3g}"),
+                            text(variant.solutions(), "{0[0]:.4f} [{0[1]:.3f}, {0[2]:.3f}]")]))
     return rows
 
 

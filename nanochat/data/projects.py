@@ -34,6 +34,11 @@ def encode_document(piece, tokenizer):
     return np.concatenate(files).data
 
 
+def files_of(context):
+    """Returns the (path, text) of each file of a context, as an editor sends them."""
+    return tuple(file.partition("\n")[::2] for file in context.split(SEPARATOR)[1:])
+
+
 def require_files(shards, what):
     """Raises BadInput, which names `what`, if a shard holds projects."""
     if packed := [shard.file for shard in shards if shard.is_packed]:

@@ -43,6 +43,11 @@ def encode_prompt(tokenizer, parts):
     return ids, num_last
 
 
+def default_extra_tokens(meta):
+    """Returns how many tokens of other files the model of a Meta reads before a gap, unless a user says otherwise."""
+    return meta.config["max_seq_len"] // 4 if meta.flags.get("fim_context", 0) else 0
+
+
 @dataclass(frozen=True)
 class GapPrompt:
     head: list  # texts and Specials, up to the line at the gap

@@ -62,7 +62,8 @@ class BlockCache:
         seen, rows, mask = self._what_is_seen(positions.start, count, queries.size(2), window)
         keys = self.keys[layer][:, :, seen]
         values = self.values[layer][:, :, seen]
-        found = F.scaled_dot_product_attention(queries.index_select(2, rows).to(keys.dtype), keys, values, attn_mask=mask)
+        filled = queries.index_select(2, rows).to(keys.dtype)
+        found = F.scaled_dot_product_attention(filled, keys, values, attn_mask=mask)
         return found[:, :, :queries.size(2)].reshape(batch, heads, count, head_dim).to(q.dtype)
 
     def _what_is_seen(self, start, count, num_rows, window):

@@ -19,10 +19,11 @@ MAX_TOKENS = 128  # during a run
 METRICS = {"compiles": "code_compiles", "pass@1": "code_pass", "bits per byte": "code_bpb"}
 
 
-def evaluate_code(model, tokenizer, dist, is_cut_short):
-    """Returns {metric: mean over the project's own problems} of greedy samples on rank 0, and {} on other ranks. All
-    ranks write all the code, so that none waits; rank 0 judges it. Once is_cut_short(), asked before each problem,
-    returns True on all ranks, the result is {}."""
+def evaluate_code(model, tokenizer, dist, is_cut_short, others=()):
+    """Returns {metric: value} on rank 0, and {} on other ranks: of greedy samples for the project's own problems, and
+    the bits per byte, with their interval, of the solutions of these problems and `others`. All ranks write all the
+    code, so that none waits; rank 0 judges it. Once is_cut_short(), asked before each problem, returns True on all
+    ranks, the result is {}."""
     sampling = Sampling(num_samples=0, max_tokens=min(MAX_TOKENS, model.config.max_seq_len // 2))
     writer = Writer(model, tokenizer, dist, sampling)
     problems = read_problems()
@@ -31,13 +32,21 @@ def evaluate_code(model, tokenizer, dist, is_cut_short):
         if is_cut_short():
             return {}
         records += writer.write(problem)
+    for problem in others:
+        if is_cut_short():
+            return {}
+        if problem.solution:
+            records.append({"name": problem.name, "group": ALL, "status": None} | writer.measure(problem))
     if dist.rank > 0:
         return {}
     with Judge() as judge, ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         verdicts = pool.map(lambda problem, record: problem.verdict(judge, record["text"]), problems, records)
-        for record, verdict in zip(records, verdicts, strict=True):
+        for record, verdict in zip(records, verdicts, strict=False):
             record["status"] = verdict.status
-    return {METRICS[measure]: found.mean for measure, group, found in summarise(records) if group == ALL}
+    scores = {METRICS[measure]: found for measure, group, found in summarise(records) if group == ALL}
+    solutions = scores["code_bpb"]
+    return {metric: found.mean for metric, found in scores.items()} | {
+        "code_bpb_low": solutions.low, "code_bpb_high": solutions.high}
 
 
 def make_items(flags, problems, seed):

@@ -8,8 +8,8 @@ import random
 import re
 from dataclasses import dataclass
 
-from nanochat.data.projects import require_files
-from nanochat.data.shards import whole_texts
+from nanochat.data.projects import files_of, require_files
+from nanochat.data.shards import whole_pieces
 
 DOCUMENT_KINDS = ("single line", "several lines", "random span", "block", "arguments", "condition")
 FUNCTION_KINDS = ("single line", "several lines")
@@ -35,6 +35,7 @@ class Gap:
     middle: str  # cut out
     suffix: str
     problem: object = None  # whose tests decide, if there are any
+    others: tuple = ()  # (path, text) of other files, the nearest last
 
     def verdict(self, judge, text):
         """Returns the Verdict of a text in the gap, or None if the whole file does not compile by itself."""
@@ -46,10 +47,12 @@ class Gap:
 
 
 def document_gaps(documents, num_per_kind, seed):
-    """Returns up to `num_per_kind` Gaps of each of DOCUMENT_KINDS, at most one of a kind from each document."""
+    """Returns up to `num_per_kind` Gaps of each of DOCUMENT_KINDS, at most one of a kind from each of the `documents`,
+    TextPieces."""
     gaps = {kind: [] for kind in DOCUMENT_KINDS}
     # Sorted by a hash, so the first documents are a random choice.
-    for key, text in sorted((_key(seed, text), text) for text in documents):
+    for key, document in sorted((_key(seed, document.text), document) for document in documents):
+        text = document.text
         rng = random.Random(key)
         for kind in DOCUMENT_KINDS:
             if kind == "random span":
@@ -58,7 +61,7 @@ def document_gaps(documents, num_per_kind, seed):
             else:
                 found = spans(text, kind)
             if found and len(gaps[kind]) < num_per_kind:
-                gaps[kind].append(_cut(text, *rng.choice(found), kind))
+                gaps[kind].append(_cut(text, *rng.choice(found), kind, others=files_of(document.context)))
         if all(len(found) == num_per_kind for found in gaps.values()):
             break
     return sum(gaps.values(), [])
@@ -82,18 +85,18 @@ def function_gaps(problems, num_per_kind, seed):
 
 
 def read_documents(shards):
-    """Yields the texts of Shards that are neither very short nor very long."""
+    """Yields the TextPieces of Shards that are neither very short nor very long."""
     require_files(shards, "finding gaps")
-    for text in whole_texts(shards):
-        if MIN_DOCUMENT_CHARACTERS <= len(text) <= MAX_DOCUMENT_CHARACTERS:
-            yield text
+    for piece in whole_pieces(shards):
+        if MIN_DOCUMENT_CHARACTERS <= len(piece.text) <= MAX_DOCUMENT_CHARACTERS:
+            yield piece
 
 
 def _key(seed, text):
     return hashlib.blake2b(f"{seed}:{text}".encode(errors="replace"), digest_size=8).hexdigest()
 
 
-def _cut(text, begin, end, kind, problem=None):
+def _cut(text, begin, end, kind, problem=None, others=()):
     prefix = text[:begin]
     middle = text[begin:end]
     suffix = text[end:]
@@ -102,7 +105,7 @@ def _cut(text, begin, end, kind, problem=None):
     name = hashlib.blake2b(parts.encode(errors="replace"), digest_size=8).hexdigest()
     if problem:
         name = f"{problem.name}/{name[:6]}"
-    return Gap(name, kind, prefix, middle, suffix, problem)
+    return Gap(name, kind, prefix, middle, suffix, problem, others)
 
 
 def spans(text, kind):

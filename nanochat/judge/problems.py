@@ -90,19 +90,19 @@ def read_problems(path=None, name="--problems"):
     return _distinct(problems, f"{name}={path}")
 
 
-def read_sets(text):
-    """Returns the Problems of the sets that --problems names, separated by commas. Of several, each set is a group of
-    the table."""
-    names = [name for name in map(str.strip, text.split(",")) if name]
-    if not names:
-        raise BadInput(f"--problems={text} names no set: give own, or a file or folder")
+def read_sets(text, name="--problems"):
+    """Returns the Problems of the sets that the flag `name` names, separated by commas. Of several, each set is a group
+    of the table."""
+    paths = [path for path in map(str.strip, text.split(",")) if path]
+    if not paths:
+        raise BadInput(f"{name}={text} names no set: give own, or a file or folder")
     problems = []
-    for name in names:
-        found = read_problems(name)
-        if len(names) > 1:
-            found = [replace(problem, difficulty=Path(name).stem) for problem in found]
+    for path in paths:
+        found = read_problems(path, name)
+        if len(paths) > 1:
+            found = [replace(problem, difficulty=Path(path).stem) for problem in found]
         problems += found
-    return _distinct(problems, f"--problems={text}")
+    return _distinct(problems, f"{name}={text}")
 
 
 def _distinct(problems, source):

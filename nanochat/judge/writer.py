@@ -33,7 +33,9 @@ class WriterFlags:
 class Writer:
     """Writes code with a model: one greedy sample, and further ones drawn by `sampling`."""
 
-    def __init__(self, model, tokenizer, dist, sampling):
+    def __init__(self, model, tokenizer, dist, sampling, extra_tokens=0):
+        """extra_tokens: most tokens of other files before a gap."""
+        self.extra_tokens = extra_tokens
         self.model = model
         self.tokenizer = tokenizer
         self.dist = dist
@@ -56,13 +58,17 @@ class Writer:
         records = [{"name": problem.name, "group": problem.difficulty, "sample": i, "text": sample.text}
                    for i, sample in enumerate(samples)]
         if problem.solution:
-            records[0] |= {"bits": self.bits(problem.prompt, problem.solution), "bytes": size(problem.solution)}
+            records[0] |= self.measure(problem)
         return records
+
+    def measure(self, problem):
+        """Returns the bits and bytes of a problem's solution."""
+        return {"bits": self.bits(problem.prompt, problem.solution), "bytes": size(problem.solution)}
 
     def fill_gap(self, gap):
         """Returns the record of a Gap, in a list. The prompt is that of an editor."""
         max_tokens = self.sampling.max_tokens
-        prompt = self.gap_prompt(gap.prefix, gap.suffix, max_tokens)
+        prompt = self.gap_prompt(gap.prefix, gap.suffix, max_tokens, gap.others)
         stop = ("\n",) if gap.kind in ONE_LINE_KINDS else ()
         [sample] = self.engine.completions(prompt.parts, replace(self.greedy, stop=stop))
         middle = cut_to(self.tokenizer, gap.middle, slice(max_tokens))
@@ -72,9 +78,10 @@ class Writer:
                  "bits": self.bits(prompt.line, middle, prompt.head), "bytes": size(middle),
                  "bits_without_suffix": self.bits(prompt.before, middle)}]
 
-    def gap_prompt(self, prefix, suffix, max_tokens):
+    def gap_prompt(self, prefix, suffix, max_tokens, others=()):
         """Returns the GapPrompt that leaves room for `max_tokens` tokens."""
-        return gap_prompt(self.tokenizer, prefix, suffix, self.model.config.max_seq_len - max_tokens)
+        room = self.model.config.max_seq_len - max_tokens
+        return gap_prompt(self.tokenizer, prefix, suffix, room, others, self.extra_tokens)
 
     def bits(self, prompt, text, head=(BOS,)):
         """Returns the bits that the model needs for `text` after `head` and `prompt`: of both texts less of the prompt,

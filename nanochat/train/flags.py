@@ -239,6 +239,8 @@ class LanguageRecordFlags(RecordFlags):
                             "64K to 10M", at_least=1, at_most=2**28, unset=-1)
     code_eval_every: int = flag(-1, "steps between tests whether the model's code compiles and works, also at the end; "
                                 "-1: never; needs g++ and bubblewrap", at_least=1, unset=-1)
+    code_eval_problems: str = flag("own", "sets of problems as for code_eval, separated by commas; those but own only "
+                                   "count in the bits per byte of solutions")
 
 
 # In --help: the flags of a newcomer, then all others by group.

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from nanochat.common import BadInput, flag, read_flags
-from nanochat.data.shards import TextFlags, open_text, whole_texts
+from nanochat.data.shards import TextFlags, open_text, whole_pieces
 from nanochat.data.tokenizer import load_tokenizer
 from nanochat.device.ranks import Dist
 from nanochat.infer.engine import Engine
@@ -45,11 +45,17 @@ def make_model(flags, vocab_size):
 
 
 def read_texts(flags, least_characters):
-    """Returns the texts in the first shards of TextFlags that have so many characters. Raises BadInput if none has."""
-    texts = [text for text in whole_texts(open_text(flags)[:4]) if len(text.strip()) > least_characters]
-    if not texts:
+    """Returns the texts of read_pieces."""
+    return [piece.text for piece in read_pieces(flags, least_characters)]
+
+
+def read_pieces(flags, least_characters):
+    """Returns the TextPieces in the first shards of TextFlags that have so many characters. Raises BadInput if none
+    has."""
+    pieces = [piece for piece in whole_pieces(open_text(flags)[:4]) if len(piece.text.strip()) > least_characters]
+    if not pieces:
         raise BadInput(f"--data_dir={flags.data_dir} has no document of {least_characters} characters: name another")
-    return texts
+    return pieces
 
 
 class Reading:

@@ -8,7 +8,7 @@ accepts a completion, or the first line of one, with one key, if exactly this te
 the next key. The typing is simulated; the time of a completion is measured.
 
 The model completes with copies of the file, as scripts.serve does, and without; copies are offered without a model; and
-nothing is completed.
+nothing is completed. In shards of prepare_data --pack=context, it also completes with other files of the project.
 """
 import random
 import string
@@ -19,12 +19,13 @@ from functools import cache
 
 from nanochat.checkpoint.format import find_checkpoint
 from nanochat.common import flag, read_flags
+from nanochat.data.projects import files_of
 from nanochat.data.shards import TextFlags
 from nanochat.device.ranks import compute_cleanup, compute_init, prepare_xla_environment
 from nanochat.infer.load import ModelFlags, resolve_inference_device_type
 from nanochat.infer.sample import Sampling
 from nanochat.serve.completer import Options, copied, is_word, load_completer
-from scripts.bench.generate import read_texts
+from scripts.bench.generate import read_pieces
 
 # Pauses before a key: the medians inside of a word and elsewhere, and the deviation of the logarithm.
 PAUSE_IN_WORD_S = 0.15
@@ -43,24 +44,26 @@ class Flags(TextFlags):
 
 @dataclass(frozen=True)
 class Block:
-    """Lines that are typed, and the file's text before and after them."""
+    """Lines that are typed, the file's text before and after them, and (path, text) of other files."""
     number: int
     before: str
     text: str
     after: str
+    others: tuple = ()
 
 
-def choose_blocks(texts, flags):
-    """Returns Blocks of random files. Each begins with a line that is not blank."""
+def choose_blocks(pieces, flags):
+    """Returns Blocks of random TextPieces. Each begins with a line that is not blank."""
     generator = random.Random(0)
     blocks = []
     for number in range(flags.blocks):
-        lines = generator.choice(texts).splitlines(keepends=True)
+        piece = generator.choice(pieces)
+        lines = piece.text.splitlines(keepends=True)
         begin = generator.choice([i for i, line in enumerate(lines) if line.strip()])
         chosen = "".join(lines[begin:begin + flags.lines])
         text = chosen.rstrip()
         after = chosen[len(text):] + "".join(lines[begin + flags.lines:])
-        blocks.append(Block(number, "".join(lines[:begin]), text, after))
+        blocks.append(Block(number, "".join(lines[:begin]), text, after, files_of(piece.context)))
     return blocks
 
 
@@ -95,7 +98,7 @@ def accepted_length(offered, coming):
 
 
 class Person:
-    """Types blocks. complete(before, after) -> (text, the seconds that it took)."""
+    """Types blocks. complete(before, after, others) -> (text, the seconds that it took)."""
 
     def __init__(self, complete):
         self.complete = complete
@@ -116,8 +119,8 @@ class Person:
             typed = block.before + block.text[:at]
             if generator.random() < MISTAKES:
                 wrong = typed + generator.choice(string.ascii_lowercase)
-                self.offer(wrong, block.after, pause_before(generator, wrong))
-            offered = self.offer(typed, block.after, pause_before(generator, typed))
+                self.offer(wrong, block, pause_before(generator, wrong))
+            offered = self.offer(typed, block, pause_before(generator, typed))
             length = accepted_length(offered, block.text[at:])
             if length:
                 kind = kind_of_place(typed.rpartition("\n")[2])
@@ -125,11 +128,11 @@ class Person:
                 self.saved[kind] += length - 1
             at += max(length, 1)
 
-    def offer(self, typed, after, pause_s):
+    def offer(self, typed, block, pause_s):
         """Returns the completion that the person sees before the next key, or ""."""
         if pause_s < EDITOR_WAITS_S:
             return ""
-        text, seconds = self.complete(typed, after)
+        text, seconds = self.complete(typed, block.after, block.others)
         self.seconds.append(seconds)
         self.asked[kind_of_place(typed.rpartition("\n")[2])] += 1
         if EDITOR_WAITS_S + seconds > pause_s:
@@ -139,13 +142,13 @@ class Person:
 
 
 def asks(completer, tokens):
-    """Returns a function (before, after) -> (the completion of a model, seconds)."""
+    """Returns a function (before, after, others) -> (the completion of a model, seconds)."""
     @cache
-    def ask(before, after):
+    def ask(before, after, others):
         line = before.rpartition("\n")[2]
         options = Options(Sampling(max_tokens=tokens, temperature=0), min_indent=len(line) - len(line.lstrip()))
         begun = time.perf_counter()
-        completion = completer.complete(before, after, [], options)
+        completion = completer.complete(before, after, others, options)
         return completion.texts[0], time.perf_counter() - begun
     return ask
 
@@ -162,7 +165,7 @@ def show(name, person):
 
 def main(argv=None):
     of_model, flags = read_flags(argv, __doc__, {ModelFlags: "model", Flags: "flags"})
-    blocks = choose_blocks(read_texts(flags, least_characters=2000), flags)
+    blocks = choose_blocks(read_pieces(flags, least_characters=2000), flags)
     device_type = resolve_inference_device_type(of_model.device_type)
     prepare_xla_environment(device_type)
     path = find_checkpoint(of_model.checkpoint)
@@ -171,11 +174,16 @@ def main(argv=None):
     ask = asks(completer, flags.tokens)
     contenders = {
         "the model, with copies": ask,
-        "the same, if it took no time": lambda before, after: (ask(before, after)[0], 0.0),
+        "the same, if it took no time": lambda *place: (ask(*place)[0], 0.0),
         "the model alone": asks(replace(completer, copies=False, windows={}), flags.tokens),
-        "copies alone": lambda before, after: (copied(before, after)[0], 0.0),
-        "nothing": lambda before, after: ("", 0.0),
+        "copies alone": lambda before, after, others: (copied(before, after)[0], 0.0),
+        "nothing": lambda *place: ("", 0.0),
     }
+    if any(block.others for block in blocks):
+        of_project = replace(completer, extra_tokens=completer.context // 4, windows={})
+        contenders["the model, with copies and other files"] = asks(of_project, flags.tokens)
+        alone = replace(of_project, copies=False, windows={})
+        contenders["the model alone, with other files"] = asks(alone, flags.tokens)
     people = {name: Person(complete) for name, complete in contenders.items()}
     for name, person in people.items():
         for block in blocks:

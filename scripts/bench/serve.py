@@ -46,7 +46,7 @@ def run_server(flags, sender):
         return
     tokenizer = load_tokenizer()
     model = Int8GPT(make_model(flags, tokenizer.n_vocab))
-    completer = Completer(Engine(model, tokenizer, CPU), True)
+    completer = Completer(Engine(model, tokenizer, CPU), True, copies=False)
     listening = listen("127.0.0.1", 0)
     sender.send(listening.getsockname()[1])
     app = make_app(Server(completer, name="random", device="cpu", max_tokens=TOKENS, timeout_s=REQUEST_TIMEOUT_S))

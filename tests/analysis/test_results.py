@@ -1,7 +1,10 @@
 """When two variants are said to differ."""
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
+from nanochat.analysis import results
 from nanochat.analysis.results import compare, holm, welch_p
 
 
@@ -30,6 +33,17 @@ def test_a_difference_is_one_only_beyond_the_spread_of_the_seeds():
         "reference": "the reference", "same": "not beyond the spread of seeds", "better": "better", "worse": "worse",
         "one seed": "needs two seeds"}
     assert found["better"].difference == pytest.approx(-0.11) and found["one seed"].deviation is None
+
+
+def test_bits_per_byte_of_solutions_are_means_over_seeds_with_their_interval():
+    def variant(*solutions):
+        curves = [results.Curve(seed, [1.0], [1], [1], None, found) for seed, found in enumerate(solutions)]
+        plan = SimpleNamespace(num_iterations=1, tokens=lambda first, end: 1, flops=lambda first, end: 1)
+        return results.Variant(plan, None, curves)
+
+    variants = {"a": variant((2.0, 1.5, 3.0), (3.0, 2.5, 4.0)), "b": variant((None, None, None))}
+    rows = results.make_rows(variants, results.compare({name: [1.0] for name in variants}, "a"))
+    assert [texts[-1] for _, texts in rows] == ["solutions", "2.5000 [2.000, 3.500]", ""]
 
 
 def test_without_the_reference_nothing_is_compared():

@@ -253,13 +253,18 @@ def test_several_hosts_are_for_xla_devices(tiny, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_run_says_how_much_of_its_code_compiles(warm_ranks, tiny, base_dir):
+def test_a_run_says_how_much_of_its_code_compiles(warm_ranks, tiny, base_dir, tmp_path):
     require_sandbox()
-    process = warm_ranks(2).call(few_problems.main, last_of_each("--run=code", *tiny, "--code_eval_every=6"))
+    row = {"id": 1, "code": "int f() { return 2; }\nassert(f() == (2));\n",
+           "output_reasoning": "assert(f() == (????));\n"}
+    (tmp_path / "cpp.jsonl").write_text(json.dumps(row))
+    process = warm_ranks(2).call(few_problems.main, last_of_each("--run=code", *tiny, "--code_eval_every=6",
+                                                                 f"--code_eval_problems=own,{tmp_path}/cpp.jsonl"))
     assert process.returncode == 0, process.stdout + process.stderr
     add_records(process, base_dir / "checkpoints" / "code")
     [found] = [record for record in process.records if "code_bpb" in record]
     assert found["step"] == 6 and 0 <= found["code_pass"] <= found["code_compiles"] <= 1 and found["code_bpb"] > 0
+    assert found["code_bpb_low"] < found["code_bpb"] < found["code_bpb_high"]
     assert "of its code compiles" in process.stdout
 
 
