@@ -240,7 +240,8 @@ def draw_curves(variants, label, axes):
             axes.plot(xs[-1], ys[-1], linewidth=0.7, alpha=0.4, **style)
         # The mean is over the evaluations that all seeds have.
         common = min(map(len, ys))
-        axes.plot(np.mean([x[:common] for x in xs], axis=0), np.mean([y[:common] for y in ys], axis=0),
-                  linewidth=1.6, marker="o", markersize=3, label=name, **style)
+        mean_x = np.mean([x[:common] for x in xs], axis=0)
+        mean_y = np.mean([y[:common] for y in ys], axis=0)
+        axes.plot(mean_x, mean_y, linewidth=1.6, marker="o", markersize=3, label=name, **style)
     axes.set(xlabel=label, ylabel="bits per byte")
     axes.legend(fontsize="small")

@@ -259,6 +259,10 @@ class MirrorState:
             self.behind_since = None
 
 
+# At most one checkpoint waits, `_waiting`, the newest; `_rounded` goes before it; and `_refused` is the last that the
+# mirror refused for good, for which `finish` does not wait. Methods note what they want under the lock and wake the
+# thread. The thread copies without the lock, so the Saver never waits for a bucket. It notes a copy once the mirror has
+# all of it: after a kill, mirror.json may say too little, and never too much.
 class Uploader:
     """Copies the newest checkpoint to a Mirror in the background. A copy that fails never stops the run: the Uploader
     reports it and retries, with a newer checkpoint once there is one."""

@@ -155,8 +155,10 @@ def _divide(kind, sizes, piece_bytes):
         pieces[-1][name] = size
     if len(pieces) == 1:
         return {kind: pieces[0]}
-    return {f"{Path(kind).stem}-{number:05d}-of-{len(pieces):05d}.safetensors": piece
-            for number, piece in enumerate(pieces, 1)}
+    files = {}
+    for number, piece in enumerate(pieces, 1):
+        files[f"{Path(kind).stem}-{number:05d}-of-{len(pieces):05d}.safetensors"] = piece
+    return files
 
 
 # Writing

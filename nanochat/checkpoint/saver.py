@@ -191,6 +191,8 @@ def _wait_for_files(partial, files, timeout_s):
         wait.for_the_ranks_that(f"write {', '.join(missing[:3])}{more} to {partial}")
 
 
+# LANES gets its name before the ranks' files go: so at any moment the folder holds every position at least once. A full
+# disk may end the save behind that point. The next attempt finds LANES, and needs nothing from the ranks.
 def _merge_lane_states(partial, num_lanes, timeout_s):
     """Merges the files that the ranks' save_lane_states wrote into LANES, and deletes them."""
     if (partial / LANES).exists():  # merged by an earlier attempt, which a full disk ended

@@ -197,6 +197,10 @@ class Lane:
 
     # Packing
 
+    # A row is made of slices of documents. All that it leaves to the next row is `pending`, the document that its end
+    # cuts, and the buffer. Both are determined by refs and an offset: so a LaneState needs no token, and a lane that is
+    # restored goes on with the very next slice. A short document never becomes pending: what does not fit of it is
+    # dropped, and counted.
     def _fill(self, parts):
         """Appends the slices of documents that make up the next row to `parts`."""
         first_short = self.short[0] if self.short else None

@@ -163,6 +163,9 @@ class DataLoader:
         self.unfinished_lanes = set(self._states)  # this rank's lanes that have not come to the end of the data
         self._start(run, rows.batch_size)
 
+    # Any worker may make the block of any lane, in whatever order they come to it. Rows are served in the order of
+    # their numbers all the same, because __next__ asks the lane whose turn it is and waits for it alone. So neither the
+    # number of threads nor their speed changes a batch.
     def _start(self, run, batch_size):
         """Starts the threads that make rows from the lanes' states on."""
         self.run = run

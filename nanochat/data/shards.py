@@ -127,8 +127,11 @@ def list_shards(data_dir=None, split="train", cache_gb=CACHE_GB):
 
 def _data_in(folder, pattern):
     """Returns the files that match, without those of other programs. Spark names a folder *.parquet."""
-    return [path for path in folder.glob(pattern)
-            if is_data(str(path.relative_to(folder))) and not path.is_dir()]
+    found = []
+    for path in folder.glob(pattern):
+        if is_data(str(path.relative_to(folder))) and not path.is_dir():
+            found.append(path)
+    return found
 
 
 def open_shards(paths, skip_bad=False):

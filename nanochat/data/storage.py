@@ -70,6 +70,9 @@ class StoredFile:
     generation: str  # changes with the bytes
 
 
+# Who retries for how long. Reading data: bucket.OUTAGE_S, 8 minutes without an answer, and then the run ends with the
+# status of an Outage. A copy of the mirror: BLIP_S for each file, because the Uploader itself tries again, with pauses
+# of up to a minute and as long as the run lasts. The start of a run: mirror.OUTAGE_S, 10 minutes.
 class Retries:
     """Retries until the bucket has not answered for limit_s."""
     silent_until = 0.0

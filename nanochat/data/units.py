@@ -32,8 +32,11 @@ class Units:
         self.num_lanes = num_lanes
         self.seed = seed
         self.units = []
-        row_groups = [(shard, row_group, n_documents) for shard in shards
-                      for row_group, n_documents in enumerate(shard.row_group_documents) if n_documents]
+        row_groups = []
+        for shard in shards:
+            for row_group, n_documents in enumerate(shard.row_group_documents):
+                if n_documents:
+                    row_groups.append((shard, row_group, n_documents))
         # Reading a slice decodes the row group up to it: so there are only as many slices as give each lane a unit.
         slices = -(-num_lanes // len(row_groups))
         for shard, row_group, n_documents in row_groups:

@@ -97,8 +97,11 @@ ONE_CHIP = Mesh()
 
 def all_meshes(chips, tensor=1):
     """Returns the Meshes of so many chips with `tensor` of them along that axis, the fewest along fsdp first."""
-    return [Mesh(chips // (fsdp * tensor), fsdp, tensor) for fsdp in range(1, chips // tensor + 1)
-            if chips % (fsdp * tensor) == 0]
+    found = []
+    for fsdp in range(1, chips // tensor + 1):
+        if chips % (fsdp * tensor) == 0:
+            found.append(Mesh(chips // (fsdp * tensor), fsdp, tensor))
+    return found
 
 
 def make_mesh(data, fsdp, tensor, chips, environment=os.environ):

@@ -92,7 +92,9 @@ def libtpu_init_args(tpu_slice, others=()):
         options |= _ASYNC_GATHERS
     arguments = os.environ.get("LIBTPU_INIT_ARGS", "").split()
     known = {argument.partition("=")[0] for argument in arguments if "=" in argument}
-    arguments += [f"--{name}={value}" for name, value in options.items() if f"--{name}" not in known]
+    for name, value in options.items():
+        if f"--{name}" not in known:
+            arguments.append(f"--{name}={value}")
     return " ".join(arguments)
 
 

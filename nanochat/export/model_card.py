@@ -143,8 +143,8 @@ def _data_of(manifest):
             # A part of a data set may be held out.
             own = Counter(source["licences"]) - Counter(source.get("held_out_licences"))
             licences += own
-            counts = [source.get(name, 0) - source.get(f"held_out_{name}", 0) for name in ("documents", "bytes")]
-            cells = [source["name"], source.get("version") or "", *map("{:,}".format, counts), ", ".join(own)]
+            cells = [source["name"], source.get("version") or "", _trained_on(source, "documents"),
+                     _trained_on(source, "bytes"), ", ".join(own)]
             sources.append(f"| {' | '.join(map(_cell, cells))} |")
     total = (manifest.get("totals") or {}).get(Path(DEFAULT_DIRS["train"]).name, {})
     num_files = total.get("files", total.get("documents", 0))  # with --pack=project a document is not one file
@@ -172,6 +172,11 @@ The files and packages state these licences, or none ("unknown"). The counts inc
 {listed}
 
 </details>"""
+
+
+def _trained_on(source, what):
+    """Returns how many documents or bytes of a source were not held out, as text."""
+    return f"{source.get(what, 0) - source.get(f'held_out_{what}', 0):,}"
 
 
 def _cell(text):

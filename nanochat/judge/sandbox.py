@@ -66,6 +66,10 @@ class Sandbox:
             raise BadInput(f"bubblewrap makes no sandbox here: {reason}; install version 0.8 or newer and enable user "
                            "namespaces, or take --unsafe, which keeps only the limits")
 
+    # The whole command, from the outside in: `sh` enters the cgroup, `choom` makes it the first to die when memory runs
+    # out, `setpriv` turns root into nobody, `bwrap` makes the namespaces and the files, a second `sh` is their first
+    # process, `prlimit` sets the limits, and then comes the program. Each one becomes the next, except two that stay:
+    # `bwrap` waits outside, and when the second `sh` ends, the kernel ends whatever the program has left behind.
     def run(self, command, limits, files=None, read_only=()):
         """Runs `command` within `limits`, and returns its Result when all its processes have ended. files: {name:
         bytes}, the only ones in its working directory. read_only: folders that it sees at their paths. Its standard

@@ -142,7 +142,10 @@ class Search:
     def find_errors(self, texts):
         """Returns for each beginning of a function its first line, from 0, that no later text can fix, or None."""
         programs = [self.problem.program(text) + closers(self.problem.prompt + text) for text in texts]
-        to_ask = [program for program in programs if self._charge(program)]
+        to_ask = []
+        for program in programs:
+            if self._charge(program):
+                to_ask.append(program)
         with ThreadPoolExecutor(self.workers) as pool:
             verdicts = dict(zip(to_ask, pool.map(self.judge.check_syntax, to_ask), strict=True))
         found = [verdicts.get(program, NOT_CALLED) for program in programs]

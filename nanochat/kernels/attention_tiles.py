@@ -58,6 +58,14 @@ class Tile(NamedTuple):
     offset: int = 0  # positions from the first of the keys' segment to the first of the queries'
 
 
+# The tiles of 1,024 positions, with 512 × 512 queries and keys in a tile, and 256 keys on the diagonal. Each letter is
+# one tile. Only a to d cross the diagonal, and need a mask; above it there are no tiles. The order is c's and d's block
+# of queries first: w, c, d, a, b.
+#                keys 0    256    512    768
+#     queries   0     a
+#             256     a      b
+#             512     w      w      c
+#             768     w      w      c      d
 def list_tiles(length, tiles, window=None, offset=0):
     """Returns the Tiles of scores of `length` positions that are not entirely masked, from the last queries to the
     first.

@@ -83,6 +83,13 @@ def run_layers(layer, x, stacks, windows, tables, keeps_input_only=False, values
     return _AllLayers.apply(x, array, per_layer, tables, loops, torch.is_grad_enabled(), *stacks)
 
 
+# What one loop leaves to the other: the input of every layer in `inputs`, (layers, B, T, C), and the stacks of a layer
+# by hand. Slot i belongs to layer i alone. So the backward loop, which goes from the last layer to the first, finds at
+# index i all that layer i needs. Without a gradient nothing is left over, and one slot serves all layers in turn.
+#
+# The gradients go another way. They begin as the sums of earlier micro-steps, which are the loop's `write`: iteration i
+# gets slice i, adds to it and returns it. So XLA adds in place, and a separate gradient of all layers never exists. x0
+# is the same in every layer, so its gradient is carried from layer to layer, as is that of the values.
 class _AllLayers(torch.autograd.Function):
 
     @staticmethod
@@ -116,8 +123,6 @@ class _AllLayers(torch.autograd.Function):
         carry = [d_out, torch.zeros_like(d_out)]
         if loops.value_width:
             carry.append(torch.zeros_like(constants[-1]))
-        # The loop begins with the sums of earlier micro-steps, and each layer adds to its slice. So a separate gradient
-        # of all layers never exists.
         (d_x, d_x0, *d_values), gradients = loop(
             _BackwardBody(loops, len(saved)), carry, read, [stack.main_grad for stack in stacks],
             (inputs, *saved, *constants), reverse=True)

@@ -49,6 +49,9 @@ def backward(place, q, *others, max_whole=MAX_WHOLE, **options):
     return backward_in_segments(place, q, *others, segment=tiling.segment_of(q.shape[2], max_whole), **options)
 
 
+# Without a window, three segments have the pairs (queries, keys) (2, 0) (2, 1) (2, 2) (1, 0) (1, 1) (0, 0). They have
+# two cases: distance 0, a segment with itself, and distances 1 and 2, wholly visible. So the kernel has two bodies,
+# however long the sequence is. With a window of two segments there is a third one: at distance 2, a query sees a part.
 def list_pairs(segments, segment, window):
     """Returns the pairs (segment of queries, segment of keys) that are not entirely masked: from the last queries to
     the first, and for each from the first keys to the last."""
@@ -56,7 +59,11 @@ def list_pairs(segments, segment, window):
     if window is not None:
         # ceil((window - 1) / segment): the first query of a segment sees the window - 1 positions before it.
         farthest = (window + segment - 2) // segment
-    return [(i, j) for i in reversed(range(segments)) for j in range(max(0, i - farthest), i + 1)]
+    pairs = []
+    for i in reversed(range(segments)):
+        for j in range(max(0, i - farthest), i + 1):
+            pairs.append((i, j))
+    return pairs
 
 
 def list_cases(pairs, segment, tiles, window):
@@ -237,7 +244,8 @@ def backward_in_segments(place, q, k, v, log_sums, d_out, *tables, windows, matr
         steps = []
         for query in reversed(range(length // segment)):
             keys = [j for i, j in pairs if i == query]
-            steps += [(query, j, is_second) for is_second in (0, 1) for j in keys]
+            for is_second in (0, 1):
+                steps += [(query, j, is_second) for j in keys]
         cases = list_cases(pairs, segment, tiling.BACKWARD_TILES[matrix_unit], window)
         scores = _scores(pairs, cases)
         kernel = partial(_backward_kernel, cases=cases, num_steps=len(steps), eps=eps, window=window,

@@ -166,7 +166,7 @@ def run(kernel, place, operands, segment, cost, steps=None, interpret=False):
         grid.append(len(steps))
         semantics.append("arbitrary")
         of_keys += len(steps)
-    names = [name for part in operands for name in part]
+    names = [*operands.inputs, *operands.results, *operands.scratch]
 
     def named(place, *refs):
         kernel(place, SimpleNamespace(**dict(zip(names, refs, strict=True))))

@@ -63,8 +63,8 @@ def _attention(attend):
             steps = STEP * torch.eye(tensor.numel(), dtype=tensor.dtype).view(-1, *tensor.shape[1:])
             ends = []
             for moved in (tensor + steps, tensor - steps):
-                rows = [moved if i == number else other.expand(len(moved), -1, -1)
-                        for i, other in enumerate(inputs)]
+                rows = [other.expand(len(moved), -1, -1) for other in inputs]
+                rows[number] = moved
                 ends.append((attend(*rows, window, *tables) * d_y).sum((1, 2)))
             found.append(((ends[0] - ends[1]) / (2 * STEP)).view_as(tensor))
         return found

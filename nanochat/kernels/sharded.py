@@ -15,6 +15,12 @@ from nanochat.device.xla_ops import wait_for
 from nanochat.model.weights import DIVIDED_BY_INPUTS, UNDIVIDED
 
 
+# A matrix (out, in) on a mesh of fsdp F and tensor T. Rank (f, t) holds (out / (F T), in): the f-th part of the t-th
+# part. `gather` makes (out / T, in) of it, the rows of the rank's own heads or hidden units, and x times these is
+# computed without the others. The matrices that follow, attn_o and mlp_out, are divided by inputs: (out / F, in / T),
+# gathered to (out, in / T). Each rank multiplies its own hidden units with its columns, and `sum` adds up the products.
+# So a layer has two all-reduces along tensor, after attention and after the MLP. Its backward pass has two more, and a
+# small one for the gates.
 @dataclass(frozen=True)
 class Sharding:
     """The groups of ranks along the axes fsdp and tensor. An axis of one chip is (), and its operations are no-ops."""

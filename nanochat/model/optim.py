@@ -154,8 +154,10 @@ class MuonAdamW:
             self.mesh = Mesh(data=dist.world_size if dist else 1)
         shapes = {name: p.shape for name, p in model.named_parameters()}
         self.lengths = {name: shape[0] for name, shape in shapes.items()}
-        self.sharded = frozenset(name for name, shape in shapes.items()
-                                 if parts and len(shape) > 1 and name not in UNDIVIDED)
+        self.sharded = set()  # of the names
+        for name, shape in shapes.items():
+            if parts and len(shape) > 1 and name not in UNDIVIDED:
+                self.sharded.add(name)
         self.masters = {}
         self.state = {}
         placed = {}
@@ -206,6 +208,10 @@ class MuonAdamW:
         return torch.tensor([self.rules.lr_multiplier(step, batch_growth), muon_momentum(age),
                              1 - beta1 ** (age + 1), 1 - beta2 ** (age + 1)], dtype=torch.float32)
 
+    # A step whose loss or gradient is not finite must change nothing, and the host must not wait to find out. So the
+    # device computes the new weights and state in any case, and `is_good` chooses between them and the old ones, tensor
+    # by tensor. The sums are cleared either way: a bad step's gradients do not reach the next one. All of it is one
+    # program for good and bad steps.
     @torch.no_grad()
     def update(self, scheduled, sums):
         """All-reduces gradients and `sums`, updates the weights, and sets the sums to zero.

@@ -115,6 +115,14 @@ class Parts:
                     of_optimizer[name][index % layers_here] = tensor
         return of_model, of_optimizer
 
+    # The way of a gradient from the model's part to the optimizer's, for a stack of matrices divided by outputs, on a
+    # mesh of data D, fsdp F and tensor T (each step is left out if its axis has one chip):
+    #     (L, out / (T F), in)         summed over micro-steps; fsdp is reduced already
+    #     (L / D, out / (T F), in)     data: each rank gets the sum of L / D layers
+    #     (L / (D F), out / T, in)     fsdp: gives layers away, and gets their outputs from the others
+    #     (L / (D F T), out, in)       tensor: the same, and the matrices are whole
+    # A new weight goes the same way back (new_weight). The rows of a table stay where they are, and data divides them
+    # further. If no chip divides the weights, all of this is one reduce-scatter.
     def sum_gradient(self, name, gradient):
         """Returns the optimizer's part of a gradient, summed over the ranks. `gradient` is that of the model's part,
         already summed over all axes except data. Gradients travel in `gradient_sums`."""

@@ -43,7 +43,10 @@ def peak_bytes(traced, compiled, resident_bytes):
     """Returns the bytes of a chip's memory in use while a program runs, including tensors that it does not touch."""
     # An output that takes the memory of a donated argument counts in argument_bytes and in output_bytes, so alias_bytes
     # is subtracted once.
-    untouched = sum(size for name, size in resident_bytes.items() if name not in traced.arguments)
+    untouched = 0
+    for name, size in resident_bytes.items():
+        if name not in traced.arguments:
+            untouched += size
     return (untouched + compiled.argument_bytes + compiled.output_bytes - compiled.alias_bytes
             + compiled.temp_bytes + compiled.code_bytes)
 
@@ -128,7 +131,11 @@ def _twins(schedules, ops):
     for op in ops:
         if op.instruction.name in schedules and op.instruction.cycles:
             known[likeness(op)] = schedules[op.instruction.name]
-    return {op.instruction.name: known[likeness(op)] for op in ops if likeness(op) in known}
+    found = {}
+    for op in ops:
+        if likeness(op) in known:
+            found[op.instruction.name] = known[likeness(op)]
+    return found
 
 
 def top_operations(ops, costs):

@@ -43,6 +43,9 @@ def ops_of(module, branch_shares=None):
     return list(_walk(module, module.entry, 1, branch_shares or {}))
 
 
+# `times` multiplies on the way down: a loop in a loop runs trips × trips times, and a branch a share of that. The
+# shares come from the model, because the program chooses by numbers that only a run has: of 16 layers, 12 have a short
+# window, so the branch of the attention kernel for it counts 12 times in a loop of 16.
 def _walk(module, name, times, branch_shares):
     """Yields the Ops of a computation that runs `times` times."""
     computation = module.computations[name]

@@ -244,6 +244,12 @@ def _matrix_cycles(instruction):
     return rows // 2 if ".mubr" in instruction else rows
 
 
+# The use looks like this: the names of the units, the slots that a bundle has of each, and then the slots in use, a
+# line for each bundle of the program:
+#       MXU|  XLU| VALU|  EUP| LOAD|STORE| SALU
+#         4     3     4     1     3     1     2
+#     1 0 0 0 0 0 0
+#     0 0 0 0 0 0 0
 def _read_use(lines):
     """Returns {unit: slots of a bundle}, and of each bundle {unit: slots in use}, without columns such as VLOAD:FILL, a
     part of VLOAD."""

@@ -141,7 +141,7 @@ class _Capture:
         """Returns the TracedProgram that computes `outputs`."""
         import torch_xla
         torch_xla_c = torch_xla._XLAC
-        output_ids = {id(tensor) for tensor in outputs}
+        output_ids = set(map(id, outputs))
         updated = {key for key, tensor in self.state.items() if id(tensor) in output_ids}
         argument_ids, _ = torch_xla_c._get_tensors_xla_device_data_node(outputs)
         arguments = tuple(self.names_by_id.get(number, "") for number in argument_ids)

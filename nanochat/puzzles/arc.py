@@ -66,7 +66,9 @@ def make_splits(training, evaluation, num_forms, seed):
     """Returns {"train": rows, "val": rows} with rows (puzzle, solution, 0), and the number of forms of all tasks.
     train: all pairs of the training tasks and the examples of the evaluation tasks, in all forms, except forms of
     held-out pairs. val: the questions of the evaluation tasks, unchanged."""
-    held_out = {identity(pair) for task in evaluation for pair in task.test}
+    held_out = set()
+    for task in evaluation:
+        held_out |= set(map(identity, task.test))
     forms = draw_forms(num_forms, seed)
     train = []
     val = []

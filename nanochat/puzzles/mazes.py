@@ -37,8 +37,11 @@ def _carve(side, generator):
     stack = [(0, 0)]
     while stack:
         y, x = stack[-1]
-        ways = [(dy, dx) for dy, dx in ((0, 2), (2, 0), (0, -2), (-2, 0))
-                if 0 <= y + dy < side and 0 <= x + dx < side and cells[(y + dy) * side + x + dx] == WALL]
+        ways = []
+        for dy, dx in ((0, 2), (2, 0), (0, -2), (-2, 0)):
+            is_inside = 0 <= y + dy < side and 0 <= x + dx < side
+            if is_inside and cells[(y + dy) * side + x + dx] == WALL:
+                ways.append((dy, dx))
         if not ways:
             stack.pop()
             continue
@@ -92,5 +95,8 @@ def square_forms(grids):
 def fingerprints(puzzles, side):
     """Returns a number for each of the puzzles (N, cells), uint64, equal for all that are turned or mirrored."""
     forms = _all_forms(np.asarray(puzzles, np.uint8), side)
-    texts = [min(form[number].tobytes() for form in forms) for number in range(len(puzzles))]
-    return np.array([int.from_bytes(hashlib.sha256(text).digest()[:8], "little") for text in texts], np.uint64)
+    found = []
+    for number in range(len(puzzles)):
+        smallest = min(form[number].tobytes() for form in forms)
+        found.append(int.from_bytes(hashlib.sha256(smallest).digest()[:8], "little"))
+    return np.array(found, np.uint64)

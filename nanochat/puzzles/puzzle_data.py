@@ -53,8 +53,10 @@ class Puzzles:
 
     def text(self, cells):
         """Returns a grid of cells (cells,), or a puzzle, as lines of text."""
-        return ["".join(self._letters[token] for token in row)
-                for row in np.reshape(cells[-self.side ** 2:], (self.side, self.side))]
+        lines = []
+        for row in np.reshape(cells[-self.side ** 2:], (self.side, self.side)):
+            lines.append("".join(self._letters[token] for token in row))
+        return lines
 
 
 def write_puzzles(folder, kind, shape, splits, tasks=0):
@@ -64,7 +66,10 @@ def write_puzzles(folder, kind, shape, splits, tasks=0):
     # a kill never leaves new puzzles under the old description.
     (folder / DESCRIPTION).unlink(missing_ok=True)
     for name, rows in splits.items():
-        table = pa.table({column: [row[number] for row in rows] for number, column in enumerate(COLUMNS)})
+        columns = {}
+        for number, column in enumerate(COLUMNS):
+            columns[column] = [row[number] for row in rows]
+        table = pa.table(columns)
         with written_whole(folder / f"{name}.parquet") as unfinished:
             pq.write_table(table, unfinished, compression="zstd")
     description = {"kind": kind, "shape": shape, "tasks": tasks,

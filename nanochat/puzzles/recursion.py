@@ -183,7 +183,8 @@ class _Backward:
         stacks = self.network.weights(constants)
         tables = constants[:self.network.num_tables]
         x, *kept = (take(stack, index) for stack in constants[len(tables) + len(stacks):])
-        x, *weights = (t.detach().requires_grad_() for t in (x, *(take(stack, number) for stack in stacks)))
+        inputs = [x, *(take(stack, number) for stack in stacks)]
+        x, *weights = (tensor.detach().requires_grad_() for tensor in inputs)
         left = iter(kept)
         with torch.enable_grad():
             out = self.network.layer(x, self.network.weights_type(*weights), tables,

@@ -99,6 +99,10 @@ class Requests:
         return int((self.shared[_READ_NUMBER:_READ_NUMBER + MAX_RANKS] >= number).sum()) >= num_ranks
 
 
+# An example: rank 0 is before its tick 6 and rank 1 before its tick 8 when a signal comes. Rank 0 publishes the request
+# at its tick 6. Rank 1, which has just begun its tick 8, does not see it there, but at its tick 9, and waits for the
+# decision. Rank 0 finds that the highest tick is 9, and decides on 10. Rank 1 goes on to its tick 10 and stops there,
+# and so does rank 0, four ticks later. Rank 1 has waited once, for about HOLD_S, and for no step of rank 0.
 class RankAgreement:
     """One rank's part in agreeing on when all ranks stop or save."""
 

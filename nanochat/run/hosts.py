@@ -81,7 +81,6 @@ def _accelerator():
     """Returns the accelerator string of the whole TPU, or None. Asks the metadata server, because the PCI bus shows the
     chips of this host only."""
     if not os.environ.get("TPU_ACCELERATOR_TYPE"):
-        # The PCI bus shows the chips of this host only.
         told = metadata("attributes/accelerator-type")
         try:
             if told and tpu.parse_accelerator(told).hosts > 1:
@@ -159,8 +158,12 @@ def require_alike(names, found, advice):
     """Raises BadInput if hosts differ, with both values. names: of the hosts; found: {name: value} of each."""
     first = found[0]
     for name, other in zip(names[1:], found[1:], strict=True):
-        differences = [f"{key} is {_show(first.get(key))} on {names[0]} and {_show(other.get(key))} on {name}"
-                       for key in first | other if first.get(key) != other.get(key)]
+        differences = []
+        for key in first | other:
+            here = first.get(key)
+            there = other.get(key)
+            if here != there:
+                differences.append(f"{key} is {_show(here)} on {names[0]} and {_show(there)} on {name}")
         if differences:
             more = f" (and {len(differences) - 4} more)" if len(differences) > 4 else ""
             raise BadInput(f"the hosts differ: {'; '.join(differences[:4])}{more}: {advice}")

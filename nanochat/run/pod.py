@@ -81,8 +81,10 @@ class Pod:
         else:
             hellos = self._join_first(about)
         names = [hello["name"] for hello in hellos]
-        self.names = [name if names.count(name) == 1 else f"{name} ({address})"
-                      for name, address in zip(names, self.host.addresses, strict=True)]
+        for name, address in zip(names, self.host.addresses, strict=True):
+            if names.count(name) > 1:
+                name = f"{name} ({address})"
+            self.names.append(name)
         self.link = wire.Link(self.host, self._token)
         self._readers = [self._start(self._read, index) for index in self._members]
         self._start(self._beat)

@@ -81,13 +81,17 @@ class Plan:
 
     def num_rows(self, begin, end):
         """Rows of the same steps, on all devices."""
-        return sum(self.tokens(first, last) // length for first, last, length in
-                   spans(self.length_schedule, begin, end))
+        rows = 0
+        for first, last, length in spans(self.length_schedule, begin, end):
+            rows += self.tokens(first, last) // length
+        return rows
 
     def flops(self, begin, end):
         """Useful FLOPs of the same steps."""
-        return sum(weights.flops_per_token(self.config, length) * self.tokens(first, last)
-                   for first, last, length in spans(self.length_schedule, begin, end))
+        flops = 0
+        for first, last, length in spans(self.length_schedule, begin, end):
+            flops += weights.flops_per_token(self.config, length) * self.tokens(first, last)
+        return flops
 
     def seq_len(self, step):
         """Positions of a row in optimizer step `step`, counted from 0."""
@@ -109,8 +113,10 @@ class Plan:
     @property
     def stages(self):
         """((first step, step after the last, name of the micro-step), …) of the run."""
-        return tuple((first, last, self.micro_step_name(first))
-                     for first, last, _ in spans(self.length_schedule, self.start.first_step, self.num_iterations))
+        found = []
+        for first, last, _ in spans(self.length_schedule, self.start.first_step, self.num_iterations):
+            found.append((first, last, self.micro_step_name(first)))
+        return tuple(found)
 
 
 def make_plan(flags, vocab_size, device_type, world_size, meta=None):

@@ -67,6 +67,9 @@ class Saves:
         if self._saver:
             self._saver.check()
 
+    # The loop waits for one thing only, the copy of the state from the chips to the hosts' memory (5.6 s for 3.2 GB on
+    # two CPU cores, dev/log). Files, checksums and the mirror follow in threads, from that copy, which nobody changes.
+    # At the notice of a preemption the same copy serves twice: rounded for the mirror, and whole for the disk.
     def save(self, step, lane_states, training, meta, is_preempted=False):
         """Begins to save `step`, once. Every rank must call it.
 

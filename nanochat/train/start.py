@@ -86,7 +86,11 @@ def kept_flags(flags, directory):
     if meta is None:
         return []
     saved = config_as_flags(GPTConfig(**meta.config))
-    return [f"--{name}={value}" for name, value in saved.items() if getattr(flags.model, name) is None]
+    found = []
+    for name, value in saved.items():
+        if getattr(flags.model, name) is None:
+            found.append(f"--{name}={value}")
+    return found
 
 
 def with_start(flags):
@@ -98,6 +102,9 @@ def with_start(flags):
     return find_start(flags, saved_meta(flags, directory), tokenizer, directory)[0]
 
 
+# A run begins with nothing; or with the weights of another one (--init_from), and with --init_optimizer its optimizer;
+# or as an ending of another one (--decay_from), with its weights, optimizer, steps, place in the data and flags. A run
+# that has a checkpoint of its own does not begin: it goes on as it once began, and the command need not repeat how.
 def find_start(flags, saved, tokenizer, directory):
     """Returns base_train's Flags with what follows from --init_from and --decay_from, the Start or None, and why the
     run lacks it or None. Raises BadInput. saved: the Meta from which the run resumes, or None; directory: of the
@@ -210,5 +217,6 @@ def _inherit(flags, meta):
             if each.name not in OWN and each.name in meta.flags and now[each.name] == each.default:
                 found[each.name] = meta.flags[each.name]
     if now["data_dir"] or now["data_mix"]:  # one replaces the other
-        found = {name: value for name, value in found.items() if name not in ("data_dir", "data_mix")}
+        found.pop("data_dir", None)
+        found.pop("data_mix", None)
     return flags.replace(**found)

@@ -50,8 +50,9 @@ class TrainingStep:
         self.observer = Observer(dist)
         self.sums = {name: torch.zeros((), device=dist.device) for name in objective.names}
         # Tensors: a Python number would be part of the program, and another number would compile it again.
-        self.loss_scales = {n: torch.tensor(1 / (n * optimizer.mesh.readers)).to(dist.device)
-                            for n in set(micro_steps)}
+        self.loss_scales = {}
+        for n in set(micro_steps):
+            self.loss_scales[n] = torch.tensor(1 / (n * optimizer.mesh.readers)).to(dist.device)
 
     @property
     def teacher(self):

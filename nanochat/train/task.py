@@ -10,7 +10,10 @@ from typing import Protocol
 
 def flags_of(groups, but):
     """Returns the names of the flags in some groups, data classes, except those in `but`."""
-    return tuple(field.name for group in groups for field in fields(group) if field.name not in but)
+    names = []
+    for group in groups:
+        names += [field.name for field in fields(group)]
+    return tuple(name for name in names if name not in but)
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,10 @@ def check_data(flags, plan, tokenizer):
 
 def validation_shards(data):
     """Returns the Shards of all validation sets of DataFlags. Raises BadInput."""
-    return [shard for of_set in data.validation_sets().values() for shard in open_text(of_set, "val")]
+    shards = []
+    for of_set in data.validation_sets().values():
+        shards += open_text(of_set, "val")
+    return shards
 
 
 def stage_rows(mixture, plan, step, lane_states):
@@ -64,9 +67,12 @@ def describe_mixture(mixture, plan, tokenizer):
     weights = []
     begins = [stage.first_step(plan.num_iterations) for stage in mixture.stages]
     for stage, begin, end in zip(mixture.stages, begins, [*begins[1:], plan.num_iterations], strict=True):
-        shares = ", ".join(f"{source.name} {weight:.3g}" for source, weight in
-                           zip(mixture.sources, stage.weights, strict=True) if weight)
-        weights.append(f"from step {begin + 1:,} on {shares}" if begin else shares)
+        shares = []
+        for source, weight in zip(mixture.sources, stage.weights, strict=True):
+            if weight:
+                shares.append(f"{source.name} {weight:.3g}")
+        since = f"from step {begin + 1:,} on " if begin else ""
+        weights.append(since + ", ".join(shares))
         _spend(stage.weights, (max(begin, plan.start.first_step), end), plan, left, read, ends)
     epochs = []
     for i, source in enumerate(mixture.sources):

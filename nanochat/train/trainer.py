@@ -226,7 +226,10 @@ def events_due(events, record, step, first_step, num_iterations, save_is_asked, 
     # The first step of a process has its own line, because it compiles. A line comes before every save and event, whose
     # time must not count as a step's.
     save = save_is_asked or is_stopping or is_due(record.save_every) or (is_last and record.saves)
-    due = [event for event in events
-           if is_due(event.every) and (step > 0 or event.is_due_at_start) and not is_stopping]
+    due = []
+    for event in events:
+        may_run = step > 0 or event.is_due_at_start
+        if is_due(event.every) and may_run and not is_stopping:
+            due.append(event)
     log = save or bool(due) or is_due(record.log_every) or step == first_step + 1
     return EventsDue(log, save, due, end=is_last or is_stopping)
