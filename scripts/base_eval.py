@@ -87,7 +87,9 @@ def evaluate_checkpoint(flags, path, seq_len, shards, mesh, dist):
                           flags.device_batch_size, flags.eval_tokens)
         # FileRows are not divided: every chip reads all of them.
         measure = partial(measure, copies=mesh.chips)
-        return print_contexts(about, rows_of, measure) if flags.context else print_projects(about, rows_of, measure)
+        if flags.context:
+            return print_contexts(about, rows_of, measure)
+        return print_projects(about, rows_of, measure)
     if flags.fim:
         print0(f"{about}: bits per byte of middles")
         if not meta.flags.get("fim_rate"):

@@ -184,7 +184,9 @@ def about_memory(run, flags):
     batch = flags.get("device_batch_size")
     if batch and rows_per_step(run, flags) <= batch:
         return  # a step is one micro-step of one device: a larger device batch would change the run
-    larger = f"--device_batch_size={2 * batch} (now {batch})" if batch else "twice the --device_batch_size"
+    larger = "twice the --device_batch_size"
+    if batch:
+        larger = f"--device_batch_size={2 * batch} (now {batch})"
     if peak / limit <= MEMORY_FREE:
         yield Advice(0, f"{used}: {larger} fits, because it takes less than twice as much")
     else:

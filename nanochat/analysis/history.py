@@ -82,7 +82,9 @@ class History:
         for record in self.records:
             if any(name == unit or name.startswith("val_") for name in record):
                 times.setdefault(record["step"], record["time"] - self.records[0]["time"])
-        return np.interp(steps, list(times), list(times.values())) if times else np.zeros(len(steps))
+        if not times:
+            return np.zeros(len(steps))
+        return np.interp(steps, list(times), list(times.values()))
 
     def wall_s(self):
         """Returns the seconds from the first record to the newest, including the time between two VMs."""

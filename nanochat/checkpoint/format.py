@@ -91,6 +91,9 @@ def find_checkpoint(name=""):
                    "directory")
 
 
+# Two failures must not be confused. A file that is missing, or has another checksum, is damage: the run resumes from
+# the checkpoint before it. A file system that does not answer says nothing about the checkpoint. To resume from an
+# earlier one would throw away good steps, so the start insists for 20 seconds, and then ends as in an Outage.
 def latest_good(run_dir):
     """Returns the path of a run's newest undamaged checkpoint, or None, and {path: what is wrong} of all later ones.
     Raises Outage if the file system fails: that is no proof of damage."""

@@ -60,7 +60,9 @@ class SearchFlags(WriterFlags):
                 raise BadInput("several of --method and --budget are for --problems: give one of each")
         budgets = []
         for tokens in tokens_of_budgets:
-            calls = tokens // TOKENS_PER_CALL if self.compiler_calls == -1 else self.compiler_calls
+            calls = self.compiler_calls
+            if calls == -1:
+                calls = tokens // TOKENS_PER_CALL
             budgets.append(Budget(tokens, calls))
         return methods, budgets
 

@@ -23,6 +23,9 @@ def end_of_function(prompt, text):
     return None
 
 
+# `int f(int x) { if (x) { g(` gets `); } }`, and `struct A { int x;` gets `};`: what follows a closing bracket depends
+# on what the opening one began. The search asks the compiler about a function that is not written to its end, and an
+# error of the closing text must never look like one of the model's.
 def closers(code):
     """Returns the shortest text that closes the brackets and #if of `code`, which was cut after a statement."""
     num_conditions = 0

@@ -102,6 +102,15 @@ def _new_saved(how, x, weights, slots):
 
 
 # The passes. `given`: layer_loop.Given
+#
+# With n(x) = s x, the gates g and the weights W, a layer is
+#     x_in  = resid_scale x + x0_scale x0
+#     x_mid = x_in + g_attention W_o y       y = attention(q, k, v)
+#         q = W_q n(x_in)     k = shifted W_k n(x_in)     v = g_values W_v n(x_in) + value
+#     out   = x_mid + g_mlp W_out h²         h = relu(W_in n(x_mid))
+# Kept are x, q, k, v and y of one width each (with as many key heads as query heads), and h of four: 9 widths. The
+# backward pass goes from the last line to the first. It computes x_in, x_mid, the numbers s and the gates again: of the
+# products with weights, W_o y alone.
 
 
 def _forward(how, x, index, saved, given):

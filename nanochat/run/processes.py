@@ -98,7 +98,9 @@ def expected_world_size(device_type, hosts=1):
     """Returns the world size that environment and hardware imply, before any runtime is started. hosts: of the run."""
     if device_type == "tpu":
         accelerator = tpu.detect_accelerator()
-        return tpu.parse_accelerator(accelerator).chips if accelerator else count_tpu_chips()
+        if accelerator:
+            return tpu.parse_accelerator(accelerator).chips
+        return count_tpu_chips()
     if device_type == "xla":
         return hosts * int(os.environ.get("CPU_NUM_DEVICES", 1))
     if device_type == "cuda":

@@ -166,7 +166,9 @@ def require_time(plan, num_iterations):
     if plan.device_type not in ("cpu", "xla") or plan.flops(*steps) < SHORT_FLOPS:
         return
     seconds = seconds_of_row(plan.config) * plan.tokens(*steps) / plan.config.max_seq_len
-    text = f"about {seconds / DAY_S:,.0f} days" if seconds > 2 * DAY_S else f"about {format_duration(seconds)}"
+    text = f"about {format_duration(seconds)}"
+    if seconds > 2 * DAY_S:
+        text = f"about {seconds / DAY_S:,.0f} days"
     if seconds > DAY_S and num_iterations == -1:
         raise BadInput(f"{plan.num_iterations:,} steps take {text} on this CPU: for a first try add {FIRST_TRY}, or "
                        f"give --num_iterations={plan.num_iterations} for all of them")

@@ -59,9 +59,13 @@ class Start(NamedTuple):
 
     def describe(self, data_fingerprint):
         """Returns a line for a person, in the format of describe_plan."""
-        parts = "weights and optimizer" if self.has_optimizer else "weights"
-        data = "data from where it was" if self.goes_on(data_fingerprint) else "data from its beginning"
-        return f"      start  {parts} of {self.name}, {data}"
+        parts = "weights"
+        if self.has_optimizer:
+            parts = "weights and optimizer"
+        place = "its beginning"
+        if self.goes_on(data_fingerprint):
+            place = "where it was"
+        return f"      start  {parts} of {self.name}, data from {place}"
 
 
 def saved_meta(flags, directory):

@@ -42,7 +42,10 @@ class Trainer:
         if dist.rank == 0:
             print_banner()
             print0("\n".join(self.task.describe()))
-            print0(f"resuming from {run.checkpoint}" if restored else f"a new run, in {run.directory}")
+            if restored:
+                print0(f"resuming from {run.checkpoint}")
+            else:
+                print0(f"a new run, in {run.directory}")
         self.is_validation_finite = True
         self.log = StepLog(run, dist, self.training, self.nonfinite, self.step, meta)
         self.saves = Saves(run, dist, self.step, self.log)
