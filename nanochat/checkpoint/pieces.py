@@ -83,6 +83,9 @@ def _has_tensors(names, kind):
 # Which tensors are in which file
 
 
+# Every rank computes the same Layout from the same sizes, so no rank has to be told what it writes, and rank 0 knows
+# all files before any exists. Tensors are never cut: a piece ends before the tensor that would make it too large. The
+# names of the files, and so the checkpoint, do not depend on the number of writers.
 @dataclass(frozen=True)
 class Layout:
     """Which tensors are in which file of a checkpoint."""

@@ -16,6 +16,12 @@ from nanochat.common import BadInput
 AXES = ("data", "fsdp", "tensor")
 
 
+# Eight chips as 2 data × 2 fsdp × 2 tensor:
+#     rank      0  1  2  3  4  5  6  7
+#     data      0  0  0  0  1  1  1  1      groups 0 4, 1 5, 2 6, 3 7: sum gradients
+#     fsdp      0  0  1  1  0  0  1  1      groups 0 2, 1 3, 4 6, 5 7: gather a layer's weights, scatter gradients
+#     tensor    0  1  0  1  0  1  0  1      groups 0 1, 2 3, 4 5, 6 7: sum activations
+# Four readers read different rows: ranks 0 and 1 are the first.
 @dataclass(frozen=True)
 class Mesh:
     """The number of chips along each axis. Rank r is at ((d × fsdp) + f) × tensor + t = r."""

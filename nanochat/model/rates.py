@@ -38,6 +38,11 @@ class OptimConfig:
 # Schedules. Steps count from 0.
 
 
+#     1.0      ______________
+#             /              \___
+#     step   0  warmup     fall  num_iterations, where final_lr_frac is left
+# In the flat part the factor does not depend on the run's length: so a checkpoint there can have several endings
+# (--decay_from).
 def lr_multiplier(step, num_iterations, config):
     """Returns the factor of all learning rates, 0 to 1: warm-up, flat, then linear down to `final_lr_frac` (the
     trapezoid of arXiv 2405.18392)."""

@@ -44,6 +44,9 @@ class Host:
         return self.index == 0
 
 
+# Whoever knows best is asked first: the person, by NANOCHAT_HOSTS; then the TPU's own variables; last the metadata
+# server of its VM. The PCI bus shows each host of a pod as a TPU of its own, and each would then train a run of its
+# own, unnoticed. Hence the check of the number of hosts against the type of the whole TPU.
 def this_host(device_type):
     """Returns the Host that this machine is, or None if the run has only one host. Raises BadInput if there are several
     and none is known to be this one. Sets $TPU_ACCELERATOR_TYPE on a pod if it is not set.

@@ -22,6 +22,9 @@ from nanochat.train.stages import batch_schedule, length_schedule, spans, value_
 MAX_DEVICE_BYTES = 512 << 30  # more than any TPU or GPU has
 
 
+# The sizes of a step hang together: its tokens are device_batch_size rows × max_seq_len × readers × micro-steps, such
+# as 524,288 = 8 × 1,024 × 8 × 8. A larger batch has more micro-steps, and shorter rows are more rows: so every
+# micro-batch of a run has equally many tokens, and each program has one shape.
 @dataclass(frozen=True)
 class Plan:
     config: GPTConfig

@@ -14,6 +14,8 @@ def value_at(schedule, step):
     return next(value for first, value in reversed(schedule) if first <= step)
 
 
+# Of the schedule ((0, 1024), (4000, 2048)), the spans of steps 3000 to 4999 are (3000, 4000, 1024) and
+# (4000, 5000, 2048).
 def spans(schedule, begin, end):
     """Yields (first, last, value) for each value in turn, of steps `begin` to `end` - 1. `last` is excluded, too."""
     for (first, value), (last, _) in pairwise([*schedule, (math.inf, None)]):

@@ -39,6 +39,8 @@ def summarise(results, averaged):
     return found
 
 
+# A step leaves its measurements on the device, as one tensor, and the next one begins. Those of --log_every steps are
+# fetched together. So nobody knows of a bad step before the next line, and the device must refuse its update by itself.
 class StepLog:
     """The steps of a rank since the last console line; on rank 0 also metrics.jsonl, the console and WandB."""
 
