@@ -242,8 +242,11 @@ class MixtureLoader(DataLoader):
 
     @property
     def ended(self):
-        """The names of the sources that have ended in all lanes of this rank."""
-        ended = set.intersection(*(lane.ended for lane in self._lanes))
+        """The names of the sources whose last rows of this rank have been served."""
+        ended = set(range(len(self._mixture.sources)))
+        for lane in self._lanes:  # which have made more rows than were served
+            served = LaneState(*self._states[lane.number]).sources
+            ended &= {source for source in lane.ended.copy() if served and served[source] == lane.states[source]}
         return {self._mixture.sources[source].name for source in ended}
 
 
