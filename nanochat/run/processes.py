@@ -174,6 +174,8 @@ def started_module(module, *flags, env=None):
             with suppress(subprocess.TimeoutExpired):
                 process.wait(timeout_s)
             process.terminate()
+        if process.returncode == 130:  # it has said that Ctrl-C stopped it
+            sys.exit(130)
         raise
 
 

@@ -27,6 +27,9 @@ def test_ctrl_c_waits_for_a_script_that_still_saves(tmp_path, monkeypatch):
             time.sleep(0.02)
         raise KeyboardInterrupt
     assert (tmp_path / "saved").exists() and process.returncode == 0
+    (tmp_path / "says_so.py").write_text("raise SystemExit(130)")
+    with pytest.raises(SystemExit, match="130"), started_module("says_so"):
+        raise KeyboardInterrupt
 
 
 def test_a_script_that_fails_ends_its_caller_which_has_nothing_to_add(tmp_path, monkeypatch, capfd):
