@@ -36,17 +36,21 @@ def mixture(tmp_path, corpus_dir):
     return path
 
 
-@pytest.mark.parametrize("kills", [[(3, 2)], pytest.param([(5, 2), (2, 2), (2, 1)], marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [
+    [(3, 2)], *(pytest.param(kills, marks=pytest.mark.slow) for kills in
+                ([(5, 2), (2, 2), (2, 1)], [(5, 4), (3, 4), (2, 4)], [(5, 8), (3, 8), (2, 8), (2, 4)]))])
 def test_a_run_that_is_killed_in_each_stage_and_at_its_edge_resumes_with_the_same_bits(train, mixture, tiny, capsys,
                                                                                         corpus_dir, kills):
     flags = [f"--data_mix={mixture}", "--save_every=1", "--keep_checkpoints=9", "--log_every=1"]
     without = ("data_dir", "val_dir")  # so it is validated on the text that the file names
-    whole = train(*flags, run="mixed", devices=2, without=without)
+    all_devices = kills[0][1]
+    whole = train(*flags, run="mixed", devices=all_devices, without=without)
     assert "mixture  big 0.667, own 0.333; from step 4 on own 1\n" in whole.stdout
     assert "epochs  big: 0.0 epochs of about" in whole.stdout
     tokens = {record["step"]: (record["tokens_big"], record["tokens_own"]) for record in whole.records
               if "tokens_own" in record}
-    assert tokens[3][0] / sum(tokens[3]) == pytest.approx(2 / 3, abs=0.05) and tokens[6][0] == tokens[3][0]
+    share = tokens[3][0] / sum(tokens[3])  # counted by the lanes of rank 0, of which 3 steps read a few
+    assert share == pytest.approx(2 / 3, abs=0.05 * all_devices) and tokens[6][0] == tokens[3][0]
     assert tokens[6][1] > tokens[3][1] + 1000
     assert f"| big {tokens[6][0]:,} tokens | own {tokens[6][1]:,} tokens" in whole.stdout
     last = whole.records[-1]
@@ -58,7 +62,7 @@ def test_a_run_that_is_killed_in_each_stage_and_at_its_edge_resumes_with_the_sam
         format.set_aside_after(whole.run_dir, step)
         resumed = train(*flags, run="mixed", devices=devices, without=without)
         assert f"step_{step:06d}" in resumed.stdout and load_lane_states(format.latest(whole.run_dir)) == states
-        if devices == 2:
+        if devices == all_devices:
             assert resumed.losses == whole.losses
         assert resumed.losses == pytest.approx(whole.losses, rel=2e-6)
     capsys.readouterr()
