@@ -106,8 +106,9 @@ def print_middles(tokenizer, seed, evaluate):
     """Prints the bits per byte of middles of each kind. evaluate: see evaluate_checkpoint."""
     print0(f"{'middles':<12}{'bytes':>12}{'with suffix':>13}{'without':>10}{'left to right':>15}")
     for kind in KINDS:
-        found = [evaluate(Infilling(1.0, seed, (kind,)), view=partial(view, tokenizer))
-                 for view in (with_suffixes, without_suffixes, from_left_to_right)]
+        found = []
+        for view in (with_suffixes, without_suffixes, from_left_to_right):
+            found.append(evaluate(Infilling(1.0, seed, (kind,)), view=partial(view, tokenizer)))
         suffix, without, plain = (of.bits_per_byte for of in found)
         print0(f"{kind:<12}{found[0].num_bytes:>12,}{suffix:>13.4f}{without:>10.4f}{plain:>15.4f}   the suffix "
                f"changes them by {suffix / without - 1:+.1%} and {suffix / plain - 1:+.1%}")

@@ -74,7 +74,10 @@ def evaluate(items, writer, judge, results, workers, show=ignore):
     last = None
     if results.records:
         last = results.records[-1]["name"]
-    todo = [item for item in items if item.name == last or item.name not in num_written]
+    todo = []
+    for item in items:
+        if item.name == last or item.name not in num_written:
+            todo.append(item)
     show(len(items) - len(todo))
     # The records are written in the order of the items, whichever verdict comes first. The model runs at most two items
     # for each worker ahead of the judging, so that a kill loses little.

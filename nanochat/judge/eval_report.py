@@ -188,13 +188,19 @@ def compare_results(records, others):
 
 def format_scores(rows):
     """Returns the lines of a table of scores."""
-    return [f"{measure:<30} {group:<14} {found.mean:7.4f}  [{found.low:.4f}, {found.high:.4f}]  of {found.num_problems}"
-            for measure, group, found in rows]
+    lines = []
+    for measure, group, found in rows:
+        interval = f"[{found.low:.4f}, {found.high:.4f}]"
+        lines.append(f"{measure:<30} {group:<14} {found.mean:7.4f}  {interval}  of {found.num_problems}")
+    return lines
 
 
 def format_differences(rows):
-    return [f"{measure:<30} {found.mean:+.4f}  [{found.low:+.4f}, {found.high:+.4f}]  p = {found.p_value:.4f}"
-            for measure, found in rows]
+    lines = []
+    for measure, found in rows:
+        interval = f"[{found.low:+.4f}, {found.high:+.4f}]"
+        lines.append(f"{measure:<30} {found.mean:+.4f}  {interval}  p = {found.p_value:.4f}")
+    return lines
 
 
 def table(found):

@@ -89,5 +89,8 @@ def block_of(text, line):
     blocks = [(line_of(begin), line_of(end) + 1) for begin, end in pairs]
     blocks += [(line_of(at), num_lines) for at in opened]
     # Blocks nest, so the innermost of those around a line begins last. A block on a single line does not count.
-    around = [(first, end) for first, end in blocks if first <= line < end and end - first > 1]
+    around = []
+    for first, end in blocks:
+        if first <= line < end and end - first > 1:
+            around.append((first, end))
     return max(around, default=(line, num_lines))

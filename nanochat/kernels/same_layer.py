@@ -22,8 +22,10 @@ def require_same_layer(attend):
     type_of_weights = model.layer_weights
     weights = [getattr(model, name)[0] for name in type_of_weights._fields]
     width, value_width = model.config.n_embd, model.attn_v.size(1)
-    x, x0, value, d_out = (_waves(number, (1, IDS.size(1), size))
-                           for number, size in enumerate((width, width, value_width, width)))
+    x = _waves(0, (1, IDS.size(1), width))
+    x0 = _waves(1, x.shape)
+    value = _waves(2, (1, IDS.size(1), value_width))
+    d_out = _waves(3, x.shape)
     window = torch.tensor(model.config.short_window)
     tables = model.cos, model.sin
     layer = gpt_layer_for_loop(How(model.options, _attention(attend)))

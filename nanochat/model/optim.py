@@ -352,8 +352,11 @@ class MuonAdamW:
         return self._sizes(self.masters), self._sizes(self.state)
 
     def _sizes(self, tensors):
-        return {name: tensor.nbytes // tensor.size(0) * self.lengths[_parameter_of(name)]
-                for name, tensor in tensors.items()}
+        sizes = {}
+        for name, tensor in tensors.items():
+            bytes_per_slice = tensor.nbytes // tensor.size(0)
+            sizes[name] = bytes_per_slice * self.lengths[_parameter_of(name)]
+        return sizes
 
     @torch.no_grad()
     def host_state(self, names=None):

@@ -205,7 +205,8 @@ class _Program:
                 loop.is_pipelined = True
 
     def _enter_region(self, depth, line):
-        self._around = [(outer, part) for outer, part in self._around if outer < depth]
+        while self._around and self._around[-1][0] >= depth:
+            self._around.pop()
         self._begun = None
         if "// loop_body" in line:
             self._begun = Loop(times=self._trips.pop(depth, None))

@@ -135,8 +135,9 @@ class PuzzleFeed:
 
     def __next__(self):
         own = slice(self.dist.rank, None, self.dist.world_size)
-        batch = {name: torch.from_numpy(values[own].astype(np.int32))
-                 for name, values in self.draw(self.step).items()}
+        batch = {}
+        for name, values in self.draw(self.step).items():
+            batch[name] = torch.from_numpy(values[own].astype(np.int32))
         self.step += 1
         self._taken.append(torch.cat([batch["puzzle"], batch["solution"]], 1))
         return batch

@@ -15,8 +15,12 @@ def units_of_cells(rows, columns):
     side = rows * columns
     # Rows are 0 to side - 1, columns side to 2 side - 1, then boxes. A band is `rows` lines high and has side / columns
     # = `rows` boxes.
-    return tuple((cell // side, side + cell % side, 2 * side + cell // side // rows * rows + cell % side // columns)
-                 for cell in range(side * side))
+    found = []
+    for cell in range(side * side):
+        row, column = divmod(cell, side)
+        box = row // rows * rows + column // columns
+        found.append((row, side + column, 2 * side + box))
+    return tuple(found)
 
 
 def solve(puzzle, rows, columns, limit=2, shuffle=None):
@@ -149,9 +153,9 @@ def fingerprints(puzzles, rows, columns):
     with np.errstate(over="ignore"):
         for _ in range(6):
             of_units = np.stack([colours[:, inside].sum(1, dtype=np.uint64) for inside in member], 1)
-            by_digit = np.stack([np.where(puzzles == digit, colours, np.uint64(0)).sum(1, dtype=np.uint64)
-                                 for digit in range(side + 1)], 1)
-            by_digit[:, 0] = 0  # empty cells share no digit
+            by_digit = np.zeros((len(puzzles), side + 1), np.uint64)  # empty cells share no digit
+            for digit in range(1, side + 1):
+                by_digit[:, digit] = np.where(puzzles == digit, colours, np.uint64(0)).sum(1, dtype=np.uint64)
             row, column, box = (_mix(of_units[:, units[:, kind]]) for kind in range(3))
             lines = row + column if rows == columns else _mix(row + np.uint64(1)) + column
             same = np.take_along_axis(_mix(by_digit), puzzles, 1)

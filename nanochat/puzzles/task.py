@@ -49,11 +49,11 @@ class PuzzleTask:
     def resumed(self, path, meta):
         # The data comes first: with another vocabulary, a message about the config would hide the reason.
         require_same(path, {"the hash of --data_dir": (meta.data_fingerprint, self.data_fingerprint)})
-        require_same(path, {f"the model's {name}": (meta.config.get(name), value)
-                            for name, value in asdict(self.plan.config).items()})
+        for name, value in asdict(self.plan.config).items():
+            require_same(path, {f"the model's {name}": (meta.config.get(name), value)})
         now = self.flags.as_dict()
-        names = ("total_batch_size", "optimizer", "seed")  # on which the carry and the optimizer's state depend
-        require_same(path, {f"--{name}": (meta.flags.get(name), now[name]) for name in names})
+        for name in ("total_batch_size", "optimizer", "seed"):  # on which the carry and the optimizer's state depend
+            require_same(path, {f"--{name}": (meta.flags.get(name), now[name])})
         return self
 
     def state_bytes(self):

@@ -39,7 +39,11 @@ def stop_on_signals(requests):
 
 
 def _not_ignored(numbers):
-    return [number for number in numbers if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
+    found = []
+    for number in numbers:
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+            found.append(number)
+    return found
 
 
 def _obey_signals(read_end, requests):

@@ -155,8 +155,8 @@ def _flag_of_field(config_field):
 
 
 # The flags of the model, {name: value}; None where the command line does not give it.
-ModelFlags = make_dataclass("ModelFlags", [(name, config_field.type | None, _flag_of_field(config_field))
-                                           for name, config_field in CONFIG_FLAGS.items()], frozen=True)
+_MODEL_FIELDS = [(name, each.type | None, _flag_of_field(each)) for name, each in CONFIG_FLAGS.items()]
+ModelFlags = make_dataclass("ModelFlags", _MODEL_FIELDS, frozen=True)
 ModelFlags.__module__ = __name__  # so that it can be handed to other processes
 
 
