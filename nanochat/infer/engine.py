@@ -45,6 +45,10 @@ class Engine:
     def _reader(self):
         return Reader(self.model, self.dist.device)
 
+    def forget(self):
+        """Forgets the last prompt: the next one is read as a whole."""
+        self._reader.ids = []
+
     def complete(self, prompt, **sampling):
         """Returns the completion of `prompt`, without the prompt; sampling: fields of Sampling."""
         return self.completions(prompt, Sampling(**sampling))[0].text

@@ -41,19 +41,25 @@ class Completer:
     extra_tokens: int = 0  # most tokens of other files
     copies: bool = True  # offers what follows the text before the cursor where it stands elsewhere in the file
     windows: dict = field(default_factory=dict)  # where the last prompts were cut
+    reader_of: object = None  # the client whose prompt was read last
 
     @property
     def context(self):
         return self.engine.model.config.max_seq_len
 
-    def complete(self, prefix, suffix, extra, options, on_text=ignore, keep_going=never_stop):
+    def complete(self, prefix, suffix, extra, options, on_text=ignore, keep_going=never_stop, client=None):
         """Returns a Completion of the text between `prefix` and `suffix`.
 
         suffix: None to continue the prefix. extra: (path, text) of other files, the nearest last. With
         options.sampling.max_tokens = 0, it only reads the prompt, so that the next completion begins sooner.
         on_text(sample, text) gets each new piece of text. keep_going() is asked before every token; once it returns
-        False, the completion ends.
+        False, the completion ends. client: whose text it is: what was read of another client's is forgotten, so that no
+        time and no count of tokens tells it.
         """
+        if client != self.reader_of:
+            self.engine.forget()
+            self.windows = {}
+            self.reader_of = client
         room = self.context - max(options.sampling.max_tokens, 1)
         prompt = gap_prompt(self.engine.tokenizer, prefix, suffix if self.fim else None, room, extra, self.extra_tokens,
                             self.windows)
@@ -67,7 +73,7 @@ class Completer:
 
         copy = "", 0
         if self.copies and suffix is not None and options.sampling.temperature < GREEDY_BELOW:
-            copy = self._copy(prefix, suffix, options)
+            copy = self._copy(prefix, suffix, extra, options)
         samples = self.engine.completions(prompt.parts, options.sampling, add, keep_going=goes_on, copy=copy)
         reasons = []
         for sample, shaper in zip(samples, shapers, strict=True):
@@ -82,9 +88,9 @@ class Completer:
                           prompt.is_cut)
 
 
-    def _copy(self, prefix, suffix, options):
+    def _copy(self, prefix, suffix, extra, options):
         """Returns a copy for the gap, and the nats by which the model may find a token of it unlikely; or ("", 0)."""
-        text, length = copied(prefix, suffix)
+        text, length = copied(prefix, suffix, extra)
         if len(text) > LONGEST_COPY or suffix.startswith(text):
             return "", 0
         shaper = Shaper(suffix, options, ignore)
@@ -94,14 +100,17 @@ class Completer:
         return (text, length) if text.strip() else ("", 0)
 
 
-def copied(before, after):
-    """Returns what follows the last characters of `before` where most of them stand once more, in `before` or `after`,
-    up to the end of the line, or of the next one; and how many these are. Returns ("", 0) if they stand nowhere."""
-    for length in COPIED:
-        end = before[-length:]
-        for text, at in ((before, before.rfind(end, 0, len(before) - 1)), (after, after.find(end))):
-            if len(end) == length and at != -1:
-                return _REST_OF_LINE.match(text, at + length)[0], length
+def copied(before, after, others=()):
+    """Returns what follows the last characters of `before` where most of them stand once more, up to the end of the
+    line, or of the next one; and how many these are. It looks into `before` and `after`, then into (path, text) of
+    other files, the last one first. Returns ("", 0) if they stand nowhere."""
+    for texts in ((before, after), [text for _, text in reversed(others)]):
+        for length in COPIED:
+            end = before[-length:]
+            for text in texts:
+                at = before.rfind(end, 0, len(before) - 1) if text is before else text.find(end)
+                if at != -1 and len(end) == length:
+                    return _REST_OF_LINE.match(text, at + length)[0], length
     return "", 0
 
 

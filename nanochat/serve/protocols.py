@@ -189,10 +189,20 @@ class Snippet(Body):
     body: Text = ""
 
 
+Snippets = Annotated[list[Snippet], Field(max_length=256)]
+
+
 class Segments(Body):
     prefix: Text = ""
     suffix: Text = ""
-    relevant_snippets_from_changed_files: list[Snippet] = Field([], max_length=256)
+    relevant_snippets_from_recently_opened_files: Snippets = []
+    relevant_snippets_from_changed_files: Snippets = []
+    declarations: Snippets = []
+
+    def others(self):
+        """Returns the Snippets of other files, the most helpful one last."""
+        return (self.relevant_snippets_from_recently_opened_files + self.relevant_snippets_from_changed_files
+                + self.declarations)
 
     def min_indent(self):
         """Returns the indentation of the line at the cursor: a completion does not leave its block."""

@@ -6,7 +6,8 @@
 | `/v1/completions`       | OpenAI's; with `segments` in it, Tabby's     | openai, minuet, Zed, Tabby             |
 | `/v1/fim/completions`   | Codestral's                                  | Continue, minuet                       |
 
-It logs and keeps no text of a user, except the tokens of the last prompt, which the engine holds.
+It logs and keeps no text of a user, except the tokens of the last prompt, which the engine holds until another client
+asks.
 """
 import asyncio
 import json
@@ -51,8 +52,10 @@ class Server:
 
     def events(self, request, prefix, suffix, extra, options, client=None):
         """Returns the Job.events of a completion, whose last one is a Completion. Raises Refused."""
+        program = request.client and request.client.host, request.headers.get("user-agent")
+
         def work(job):
-            completion = self.completer.complete(prefix, suffix, extra, options, job.on_text, job.keep_going)
+            completion = self.completer.complete(prefix, suffix, extra, options, job.on_text, job.keep_going, program)
             # Here, because most completions of editors are aborted, and those count, too.
             self.counters.count(completion)
             timings = completion.timings
@@ -63,7 +66,7 @@ class Server:
 
         if client is not None:
             # A client is a program on a machine, so two people never replace each other's requests.
-            client = (request.client and request.client.host, request.headers.get("user-agent"), client)
+            client = program, client
         return self.thread.start(work, client, self.timeout_s).events(request)
 
     # --- llama.cpp
@@ -126,7 +129,7 @@ class Server:
 
     async def tabby(self, request, body, answer):
         segments = body.segments
-        extra = [(snippet.filepath, snippet.body) for snippet in segments.relevant_snippets_from_changed_files]
+        extra = [(snippet.filepath, snippet.body) for snippet in segments.others()]
         options = body.tabby_options(self.max_tokens)
         completion = await finished(self.events(request, segments.prefix, segments.suffix, extra, options, "tabby"))
         choice = protocols.completion_choice(0, completion.texts[0], completion.reasons[0])

@@ -8,7 +8,8 @@ accepts a completion, or the first line of one, with one key, if exactly this te
 the next key. The typing is simulated; the time of a completion is measured.
 
 The model completes with copies of the file, as scripts.serve does, and without; copies are offered without a model; and
-nothing is completed. In shards of prepare_data --pack=context, it also completes with other files of the project.
+nothing is completed. In shards of prepare_data --pack=context, other files of the project are copied, too; the model
+completes with and without reading them.
 """
 import random
 import string
@@ -176,7 +177,7 @@ def main(argv=None):
         "the model, with copies": ask,
         "the same, if it took no time": lambda *place: (ask(*place)[0], 0.0),
         "the model alone": asks(replace(completer, copies=False, windows={}), flags.tokens),
-        "copies alone": lambda before, after, others: (copied(before, after)[0], 0.0),
+        "copies alone": lambda *place: (copied(*place)[0], 0.0),
         "nothing": lambda *place: ("", 0.0),
     }
     if any(block.others for block in blocks):

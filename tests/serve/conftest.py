@@ -119,7 +119,7 @@ class SlowCompleter:
         self.begun, self.go_on, self.asked = threading.Event(), threading.Event(), 0
         self.prefixes, self.extras = [], []
 
-    def complete(self, prefix, suffix, extra, options, on_text, keep_going):
+    def complete(self, prefix, suffix, extra, options, on_text, keep_going, client):
         self.prefixes.append(prefix)
         self.extras.append(extra)
 
@@ -129,7 +129,7 @@ class SlowCompleter:
             self.go_on.wait(timeout=0.04)
             return keep_going()
 
-        return self.completer.complete(prefix, suffix, extra, options, on_text, slow_keep_going)
+        return self.completer.complete(prefix, suffix, extra, options, on_text, slow_keep_going, client)
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 import contextlib
 import json
 import socket
+from dataclasses import replace
 
 import httpx
 import pytest
@@ -89,7 +90,7 @@ def test_a_name_that_was_given_this_machines_address_is_refused(client):
 
 
 def test_with_a_key_only_the_page_and_health_need_none(completer):
-    with serving(completer, api_key="secret") as (client, _):
+    with serving(replace(completer, copies=False), api_key="secret") as (client, _):
         assert client.get("/").status_code == client.get("/health").status_code == 200
         for value in (None, "Bearer wrong", "Bearer sécret".encode(), "Bearer", "secret", "Basic secret"):
             answer = client.post("/infill", json=VIM, headers={"Authorization": value} if value else {})

@@ -22,13 +22,17 @@ def test_a_copy_continues_the_longest_text_that_stands_elsewhere_in_the_file():
     assert copied("first(a);\r\nlast(b);\r\n}\r\nfirst(a)", "") == (";", 8)
     assert copied("first(a);\r\nlast(b);\r\n}\r\nfirst(a);", "") == ("\r\nlast(b);", 8)
     assert copied("abc", "") == copied("", "") == ("", 0)
+    others = [("a.h", "int alpha(int a);\n"), ("b.h", "int alpha(int b);\n")]
+    assert copied("int alph", "", others) == ("a(int b);", 8)  # the last file is the nearest
+    assert copied("int alph", "\nalpha;\nt alpha = 1;", others) == ("a = 1;", 6)  # the file itself comes first
+    assert copied("alpha", "", [("a.h", "alpha")]) == ("", 0)
 
 
 def test_what_follows_the_cursor_and_what_is_too_long_for_a_line_is_no_copy(completer):
     options = Options(Sampling(max_tokens=9))
-    assert completer._copy("int alpha = first;\nint alph", "", options) == ("a = first;", 8)
-    assert completer._copy("int alpha = first;\nint alph", "a = first;\n", options) == ("", 0)
-    assert completer._copy("alphabet" + "(" * 20_000 + "\nalphabet", "(" * 20_000, options) == ("", 0)
+    assert completer._copy("int alpha = first;\nint alph", "", [], options) == ("a = first;", 8)
+    assert completer._copy("int alpha = first;\nint alph", "a = first;\n", [], options) == ("", 0)
+    assert completer._copy("alphabet" + "(" * 20_000 + "\nalphabet", "(" * 20_000, [], options) == ("", 0)
 
 
 @pytest.mark.parametrize("text, suffix, kept", [

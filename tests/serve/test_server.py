@@ -59,6 +59,22 @@ def test_one_more_character_makes_the_model_read_at_most_16_tokens(client):
     assert read > 0
 
 
+def test_what_one_client_had_read_tells_another_nothing(completer):
+    with serving(completer) as (client, _):
+        client.headers["User-Agent"] = "one"
+        whole = post(client, "/infill", **VIM)["timings/prompt_n"]
+        assert post(client, "/infill", **VIM)["timings/prompt_n"] < whole
+        client.headers["User-Agent"] = "another"
+        assert post(client, "/infill", **VIM)["timings/prompt_n"] == whole
+
+
+def test_all_other_files_of_tabby_count_its_declarations_as_the_nearest():
+    files = {name: [{"filepath": name, "body": "int a;"}] for name in (
+        "declarations", "relevant_snippets_from_changed_files", "relevant_snippets_from_recently_opened_files")}
+    body = CompletionBody(segments={"prefix": "int b", **files})
+    assert [file.filepath for file in body.segments.others()] == [*files][::-1]
+
+
 def test_a_warm_up_reads_the_prompt_and_answers_nothing(client):
     post(client, "/infill", **VIM | {"input_prefix": "int x;\n"})
     assert post(client, "/infill", **VIM | {"n_predict": 0, "response_fields": [""]}) == {}

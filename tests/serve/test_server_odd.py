@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 
 import httpx
 import pytest
@@ -128,7 +129,8 @@ def test_memory_does_not_grow_while_text_is_typed(completer):
 
 def test_connections_on_which_nothing_comes_keep_nobody_out(completer):
     begun = [b"", b"POST /infill HT", b"GET /health HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999\r\n\r\n{"]
-    with serving(completer, request_timeout_s=1, max_connections=7) as (client, _), contextlib.ExitStack() as stack:
+    with (serving(replace(completer, copies=False), request_timeout_s=1, max_connections=7) as (client, _),
+          contextlib.ExitStack() as stack):
         address = (client.base_url.host, client.base_url.port)
         waiting = [stack.enter_context(socket.create_connection(address, timeout=30)) for _ in range(6)]
         for connection, text in zip(waiting, begun * 2, strict=True):
@@ -176,7 +178,7 @@ def run_script(base_dir, *flags, **options):
 def test_the_script_says_where_it_listens_and_ends_at_a_signal(gap_run, byte_tokenizer_dir, tmp_path, how, status):
     (tmp_path / "key").write_text("secret\n")
     process = run_script(gap_run, "--checkpoint=tiny", f"--tokenizer_dir={byte_tokenizer_dir}",
-                         f"--api_key_file={tmp_path / 'key'}")
+                         f"--api_key_file={tmp_path / 'key'}", "--no_copies")
     watchdog = threading.Timer(120, process.kill)
     watchdog.start()
     try:
