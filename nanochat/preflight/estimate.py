@@ -12,22 +12,17 @@ def report_program(traced, compiled, runs_per_step, resident_bytes, tpu_slice, b
     resident_bytes: {name: bytes} of all tensors that stay on the chip. branch_shares: as in ops_of."""
     module = hlo.parse(compiled.hlo_text)
     ops = ops_of(module, branch_shares)
-    kernels = [op for op in ops if op.kernel]
     costs = Costs(ops, compiled.schedules, tpu_slice.tpu)
-    cycles = sum(op.times * costs.cycles(op) for op in ops)
-    scheduled_cycles = sum(op.times * costs.cycles(op) for op in ops if costs.is_scheduled(op))
+    totals = costs.totals(ops)
     line = timeline.run(ops, lambda op: costs.seconds(costs.cycles(op)), tpu_slice)
+    heuristic_s = costs.seconds(totals["cycles"] - totals["scheduled_cycles"])
     return {
         "name": traced.name, "runs_per_step": runs_per_step, "compile_s": compiled.seconds,
         "traced_instructions": traced.instructions, "compiled_instructions": module.instruction_count(),
         "hlo_hash": traced.hlo_hash, "peak_bytes": peak_bytes(traced, compiled, resident_bytes),
         "temp_bytes": compiled.temp_bytes, "argument_bytes": compiled.argument_bytes,
         "output_bytes": compiled.output_bytes, "alias_bytes": compiled.alias_bytes, "code_bytes": compiled.code_bytes,
-        "cycles": cycles, "scheduled_cycles": scheduled_cycles,
-        "pallas_calls": sum(op.times for op in kernels),
-        "pallas_flops": sum(op.times * declared(op)["flops"] for op in kernels),
-        "pallas_uncounted": [op.instruction.name for op in kernels if not op.kernel.declared_cost],
-        "hbm_bytes": sum(op.times * op.hbm_bytes for op in ops),
+        **totals,
         "collectives": timeline.count_collectives(ops, tpu_slice.chips),
         # waited: the part that no operation overlaps
         "copies_s": line.copies_s, "copies_waited_s": line.copies_waited_s,
@@ -35,7 +30,7 @@ def report_program(traced, compiled, runs_per_step, resident_bytes, tpu_slice, b
         "estimated_s": line.seconds, "low_s": line.low_s, "high_s": line.high_s,  # low to high: the error bar
         "doubt": f"whether {1000 * line.traffic_s:.1f} ms of traffic with HBM, {1000 * line.copies_s:.1f} of copies "
                  f"and {1000 * line.ici_s:.1f} of collectives overlap with compute; "
-                 f"{1000 * costs.seconds(cycles - scheduled_cycles):.1f} ms are the compiler's heuristic",
+                 f"{1000 * heuristic_s:.1f} ms are the compiler's heuristic",
         "top_operations": top_operations(ops, costs)}
 
 
@@ -88,6 +83,24 @@ class Costs:
             return schedule.bound_cycles
         # Of a kernel with products in several branches, only as many cycles count as its declared FLOPs need.
         return schedule.cycles_with(matrix_cycles, cost["transcendentals"])
+
+    def totals(self, ops):
+        """Returns {name: sum over all runs of all operations}, and under pallas_uncounted the names of kernels that
+        declare no cost."""
+        found = {"cycles": 0, "scheduled_cycles": 0, "pallas_calls": 0, "pallas_flops": 0, "pallas_uncounted": [],
+                 "hbm_bytes": 0}
+        for op in ops:
+            cycles = op.times * self.cycles(op)
+            found["cycles"] += cycles
+            found["hbm_bytes"] += op.times * op.hbm_bytes
+            if self.is_scheduled(op):
+                found["scheduled_cycles"] += cycles
+            if op.kernel:
+                found["pallas_calls"] += op.times
+                found["pallas_flops"] += op.times * declared(op)["flops"]
+                if not op.kernel.declared_cost:
+                    found["pallas_uncounted"].append(op.instruction.name)
+        return found
 
     def traffic_s(self, op):
         return op.hbm_bytes / self.tpu.hbm_bytes_per_s

@@ -11,7 +11,7 @@ from nanochat.model.layers import RECOMPUTED
 from nanochat.preflight.compile import compile_programs
 from nanochat.preflight.estimate import peak_bytes
 from nanochat.preflight.language import trace_run
-from nanochat.preflight.report import kind_of
+from nanochat.preflight.report import of_kinds
 from nanochat.train.flags import AUTO
 from nanochat.train.plan import make_plan
 from nanochat.train.prepare import run_directory
@@ -74,13 +74,13 @@ class Fit:
 def try_run(own, flags, kinds):
     """Compiles the programs of these kinds of a run with base_train's Flags. Returns the Fit."""
     programs, traced = trace_run(flags, own.tpu_slice.chips)
-    traced = [program for name, program in traced.items() if kind_of(name) in kinds]
     resident_bytes = programs.resident_bytes()
     peaks = []
     too_large = []
     # Without schedules, which memory does not need: they take a tenth to a quarter of the time of compiling.
     with tempfile.TemporaryDirectory(prefix="tpu_preflight_") as scratch:
-        for program, compiled in compile_programs(traced, own.tpu_slice, scratch, own.timeout_s, own.jobs):
+        for program, compiled in compile_programs(of_kinds(traced, kinds), own.tpu_slice, scratch, own.timeout_s,
+                                                  own.jobs):
             peaks.append(peak_bytes(program, compiled, resident_bytes))
             if compiled.out_of_memory or peaks[-1] > own.tpu_slice.tpu.usable_hbm_bytes:
                 too_large.append(program.name)

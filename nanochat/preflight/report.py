@@ -20,13 +20,18 @@ def kind_of(name):
     return name.partition(" ")[0]
 
 
+def of_kinds(traced, kinds):
+    """Returns a list of the TracedPrograms of these kinds in {name: TracedProgram}."""
+    return [program for name, program in traced.items() if kind_of(name) in kinds]
+
+
 def make_report(own, flags, programs, traced, trace_s, say=print):
     """Compiles the traced programs of a run that the PreflightFlags `own` name and returns the report. flags: {name:
     value} of all flags of the run. programs: its Programs. traced: its {name: TracedProgram}; trace_s: the seconds that
     tracing took. say: is called with each line of progress."""
     tpu_slice = own.tpu_slice
     plan = programs.plan
-    traced = [program for name, program in traced.items() if kind_of(name) in own.kinds]
+    traced = of_kinds(traced, own.kinds)
     say(f"traced {', '.join(program.name for program in traced)} in {trace_s:.0f} s; compiling for "
         f"{own.accelerator} ({tpu_slice.tpu.name} {tpu_slice.topology})")
     report = {

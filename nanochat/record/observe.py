@@ -75,7 +75,10 @@ def describe(inputs):
 
 def difference(now, first):
     """Returns a text with the inputs whose type or shape has changed since the first run of a program."""
-    changed = [f"{name} is {shape} and was {first[name]}" for name, shape in now.items() if shape != first[name]]
+    changed = []
+    for name, shape in now.items():
+        if shape != first[name]:
+            changed.append(f"{name} is {shape} and was {first[name]}")
     return ", ".join(changed) or "its inputs are as before, so a number or a branch inside it has changed"
 
 
