@@ -69,7 +69,7 @@ def gap_prompt(tokenizer, prefix, suffix, room, extra=(), extra_tokens=0, window
 
     suffix: None if it is unknown, or the model was not trained to fill gaps: it then reads the prefix alone. extra:
     (path, text) of other files, the nearest last, of which at most `extra_tokens` tokens are read. windows: a dict that
-    remembers cuts between calls, as text is typed.
+    remembers cuts and where the gap began between calls, as text is typed.
     """
     if windows is None:
         windows = {}
@@ -85,6 +85,11 @@ def gap_prompt(tokenizer, prefix, suffix, room, extra=(), extra_tokens=0, window
         kept = last("document", prefix, room)
         return GapPrompt([BOS], kept, kept, len(kept) < len(prefix))
     line_begin = prefix.rfind("\n") + 1
+    begun, old_suffix = windows.get("gap", ("", None))
+    # While lines are typed, they stay behind the suffix, as the begun middle, so that the suffix is not read again.
+    if suffix == old_suffix and prefix.startswith(begun) and count(prefix[len(begun):]) <= room // 8:
+        line_begin = len(begun)
+    windows["gap"] = prefix[:line_begin], suffix
     line = last("line", prefix[line_begin:], room // 8)  # an eighth is many more tokens than a line has
     before = prefix[:len(prefix) - len(line)]
     room -= room // 8

@@ -59,6 +59,19 @@ def test_one_more_character_makes_the_model_read_at_most_16_tokens(client):
     assert read > 0
 
 
+def test_a_new_line_makes_the_model_read_at_most_16_tokens(client):
+    suffix = "\n}\n" + 8 * "// a line\n"
+    typed = "  x;\n  y;\n  r"
+    for at in range(2, len(typed)):
+        above, newline, line = typed[:at].rpartition("\n")
+        body = VIM | {"input_prefix": BEFORE + above + newline, "prompt": line, "input_suffix": suffix}
+        read = post(client, "/infill", **body)["timings/prompt_n"]
+        assert read <= 16 or at == 2
+    # Somewhere else, it reads that place's prompt.
+    moved = body | {"input_prefix": BEFORE, "prompt": "  x", "input_suffix": typed[3:] + suffix}
+    assert post(client, "/infill", **moved)["timings/prompt_n"] > 16
+
+
 def test_what_one_client_had_read_tells_another_nothing(completer):
     with serving(completer) as (client, _):
         client.headers["User-Agent"] = "one"
