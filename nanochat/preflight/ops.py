@@ -246,9 +246,18 @@ def _parts_read(module, instruction, fused):
     return parts
 
 
+def _is_view(module, instruction):
+    """Returns whether an inner fusion only reads its operand in another tiling. Integers of 8 bits have several."""
+    if instruction.opcode != "fusion" or "output_to_operand_aliasing" not in instruction.attributes:
+        return False
+    inner = module.inside(instruction)
+    root = _root(inner)
+    return root.opcode == "copy" and inner[root.operands[0]].opcode == "parameter"
+
+
 def _parts_read_by(module, user, position, fused):
     """Returns the parts that one instruction of a fusion reads of its operand at `position`; None if all of it."""
-    if user.opcode == "bitcast":
+    if user.opcode == "bitcast" or _is_view(module, user):
         return _parts_read(module, user, fused)
     if user.opcode == "fusion":
         inner = module.inside(user)

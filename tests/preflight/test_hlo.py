@@ -111,6 +111,30 @@ def test_of_a_stack_that_a_loop_takes_slices_of_the_slice_counts_and_vmem_does_n
     assert ops["fusion.1"].hbm_bytes == pytest.approx(layer + 4)  # read from HBM, written to VMEM; the index
 
 
+def test_of_a_stack_that_is_read_in_another_tiling_the_slice_counts():
+    op, = ops_of(hlo.parse('''HloModule m, is_scheduled=true
+
+%copy_fusion (input: s8[16,64,128]) -> s8[16,64,128] {
+  %input = s8[16,64,128]{2,1,0:T(32,128)(4,1)} parameter(0)
+  ROOT %copy.1 = s8[16,64,128]{2,1,0:T(8,128)(4,1)} copy(%input)
+}
+
+%fused (stack: s8[16,64,128], index: s32[]) -> s8[1,64,128] {
+  %stack = s8[16,64,128]{2,1,0:T(32,128)(4,1)} parameter(0)
+  %fusion.2 = s8[16,64,128]{2,1,0:T(8,128)(4,1)} fusion(%stack), kind=kLoop, output_to_operand_aliasing={{}: (0, {})}, calls=%copy_fusion
+  %index = s32[]{:T(128)} parameter(1)
+  ROOT %dynamic-slice.1 = s8[1,64,128]{2,1,0:T(8,128)(4,1)} dynamic-slice(%fusion.2, %index), dynamic_slice_sizes={1,64,128}
+}
+
+ENTRY %main (a: s8[16,64,128], b: s32[]) -> s8[1,64,128] {
+  %a = s8[16,64,128]{2,1,0:T(32,128)(4,1)} parameter(0)
+  %b = s32[]{:T(128)} parameter(1)
+  ROOT %fusion.1 = s8[1,64,128]{2,1,0:T(8,128)(4,1)} fusion(%a, %b), kind=kLoop, calls=%fused
+}
+'''))
+    assert op.hbm_bytes == 2 * 64 * 128 + 4  # read and written; the index
+
+
 def test_collectives_in_loops_count_as_often_as_they_run():
     assert count_collectives(ops_of(hlo.parse(PROGRAM)), chips=8) == {"all-reduce": [8, 8 * 4 * 1024 * 1024, 0]}
 
