@@ -33,6 +33,21 @@ def test_a_step_past_the_horizon_trains_nothing_and_deletes_nothing(train, tiny,
     assert finished.bpb.keys() == {6} and (run_dir / ".finished").exists()
 
 
+def test_a_run_may_switch_its_products_at_any_checkpoint_and_its_log_says_where(train, run_dir):
+    flags = "--save_every=3", "--eval_every=-1", "--compute_dtype=bfloat16", "--matrix_lr=0.02"
+    int8 = train(*flags, "--products=int8")
+    format.set_aside_after(run_dir, 3)
+    switched = train(*flags)
+    assert f"resuming from {run_dir / 'step_000003'}" in switched.stdout
+    assert "changed since the checkpoint: products int8 -> bfloat16\n" in switched.stdout
+    # Other products, of the same weights and rows
+    assert switched.losses[4] != int8.losses[4] and switched.losses[4] == pytest.approx(int8.losses[4], abs=0.02)
+    format.set_aside_after(run_dir, 3)
+    again = train(*flags, "--products=int8")
+    assert "products" not in again.stdout.partition("changed since")[2] and again.losses[4] == int8.losses[4]
+    assert again.losses[6] == int8.losses[6]
+
+
 def test_a_start_that_is_refused_changes_no_mark_and_moves_nothing_aside(train, tiny, run_dir):
     train("--save_every=3", "--eval_every=-1")
     before = sorted([*os.listdir(run_dir), "mirror.json"])  # which a mirror that refuses leaves behind
