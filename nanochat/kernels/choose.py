@@ -35,8 +35,8 @@ def available_kernels(device_type):
 
 def get_kernels(name, device_type, sharding=WHOLE, chunk_tokens=None, products="bfloat16"):
     """Returns the Kernels called `name`. sharding: how the ranks divide the model's weights; chunk_tokens: tokens whose
-    logits a chunked loss holds at a time; None: the device's default; products: bfloat16 or int8, of the layers in
-    training. Raises BadInput if `device_type` cannot run them.
+    logits a chunked loss holds at a time; None: the device's default; products: bfloat16 or int8, of the layers
+    and the loss in training. Raises BadInput if `device_type` cannot run them.
     """
     available = available_kernels(device_type)
     if name == "auto":
@@ -71,4 +71,5 @@ def get_kernels(name, device_type, sharding=WHOLE, chunk_tokens=None, products="
     in_layer = PLAIN
     if products == "int8":
         in_layer = Products(int8.Linear.apply, int8.LinearOfSquare.apply)
+        mean_loss = partial(xla_loss.mean_loss, chunk_tokens or loss.CHUNK_TOKENS, WHOLE, Int8())
     return Kernels(name, attention, cross_entropy, mean_loss, plain.embedding, recompute, products=in_layer)

@@ -15,6 +15,9 @@ import torch
 LARGEST = 127
 SMALLEST_SCALE = 1e-30  # of a row of zeros
 DITHER = 8191.37  # times a number, it has a fraction that looks random and is the same in equal runs
+# Their multiples have fractions that are spread evenly over rows, over columns and over both: 1/r and 1/r², r³ = r + 1
+ROW_STEP = 0.7548777
+COLUMN_STEP = 0.5698403
 
 
 class Rows(NamedTuple):
@@ -30,9 +33,9 @@ class Rows(NamedTuple):
         return self.integers.size(dim)
 
 
-def rounded(x):
-    """Returns the Rows of x, each number rounded to the nearest."""
-    scaled, scale = _scaled(x, -1)
+def rounded(x, dim=-1):
+    """Returns the Rows of x, each number rounded to the nearest. dim: of the numbers that share a scale."""
+    scaled, scale = _scaled(x, dim)
     return Rows(torch.round(scaled).to(torch.int8), scale)
 
 
@@ -40,10 +43,22 @@ def rounded(x):
 # so would their sums over the tokens.
 def dithered(x, dim=-1):
     """Returns the Rows of x. Each number is rounded up or down as if by chance, up with the probability that is its
-    fraction. So sums of many numbers are about right. dim: of the numbers that share a scale."""
+    fraction. So sums of many numbers are about right. dim: as in rounded."""
     scaled, scale = _scaled(x, dim)
-    chance = scaled * DITHER
-    return Rows(torch.floor(scaled + (chance - torch.floor(chance))).to(torch.int8), scale)
+    return Rows(_up_or_down(scaled, scaled * DITHER), scale)
+
+
+def dithered_by_place(x, largest):
+    """Returns the Rows of x (n, m), dithered by the place of each number, because many of them may be equal. largest
+    (n, 1): no absolute number of a row exceeds it, so it need not be found."""
+    scale = largest / LARGEST
+    rows, columns = (torch.arange(size, device=x.device).float() for size in x.shape)
+    chance = ROW_STEP * rows[:, None] + COLUMN_STEP * columns
+    return Rows(_up_or_down(x.float() / scale, chance), scale)
+
+
+def _up_or_down(scaled, chance):
+    return torch.floor(scaled + (chance - torch.floor(chance))).to(torch.int8)
 
 
 def _scaled(x, dim):
@@ -79,8 +94,14 @@ def gradient_of_input(d, weight):
 
 def gradient_of_weight(d, x, weight):
     """Returns the gradient of the weight, fp32 (out, in), from Rows d and x, which is rounded here."""
+    return sum_of_products(d, x) / weight.scale
+
+
+def sum_of_products(d, x):
+    """Returns the sum over the tokens of dᵀ · x, fp32 (out, in), of Rows d (…, out) and x (…, in), which is rounded
+    here."""
     x = dithered((x.float() * d.scale).flatten(0, -2), 0)
-    return _product(d.integers.flatten(0, -2), x.integers, 0, 0) * x.scale / weight.scale
+    return _product(d.integers.flatten(0, -2), x.integers, 0, 0) * x.scale
 
 
 def gradient_by_rows(d, x):

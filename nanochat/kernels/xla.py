@@ -54,8 +54,8 @@ def get_kernels(name, interpret, sharding, chunk_tokens, products):
         return xla_loss.Embedding.apply(ids, table, dtype, sharding)
 
     return Kernels(name, plain.attention, partial(xla_loss.cross_entropy, chunk_tokens, sharding),
-                   partial(xla_loss.mean_loss, chunk_tokens, sharding), embedding, recompute=None, run_layers=run_all,
-                   whole=None if sharding == WHOLE else sharding.whole)
+                   partial(xla_loss.mean_loss, chunk_tokens, sharding, products), embedding, recompute=None,
+                   run_layers=run_all, whole=None if sharding == WHOLE else sharding.whole)
 
 
 # Attention, see gpt_layer.AttentionByHand

@@ -8,7 +8,10 @@ import torch
 import torch.nn.functional as F
 
 from nanochat.device.xla_ops import loop, use_device_of
+from nanochat.kernels import int8
+from nanochat.kernels.int8 import Rows
 from nanochat.kernels.loss import ChunkBody, ChunkedLoss, TokenLosses, equal_chunks
+from nanochat.kernels.products import Int8
 from nanochat.kernels.sharded import WHOLE, Sharding
 from nanochat.model.layers import IGNORE_INDEX
 from nanochat.model.logit_cap import LogitCap
@@ -62,10 +65,11 @@ def cross_entropy(chunk_tokens, sharding, hidden, head, targets, cap):
     return losses.flatten()
 
 
-def mean_loss(chunk_tokens, sharding, hidden, head, targets, cap, teaching=None):
-    """See layers.Kernels. With a teacher, chunks are half as large, because two models have logits."""
+def mean_loss(chunk_tokens, sharding, products, hidden, head, targets, cap, teaching=None):
+    """See layers.Kernels. products: Plain or Int8. With a teacher, chunks are half as large, because two models have
+    logits, and products are plain."""
     if teaching is None:
-        body = _GradientBody(cap, sharding, len(hidden))
+        body = (Int8Body if products == Int8() else _GradientBody)(cap, sharding, len(hidden))
     else:
         body = ChunkBody(TokenLosses(cap, teaching.terms, sharding), len(hidden))
         chunk_tokens //= 2
@@ -79,7 +83,7 @@ class _LossBody:
 
     def __call__(self, index, carry, read, write, constants):
         hidden, targets = read
-        losses, *_ = _losses(self.cap, self.sharding, hidden, targets, *constants)
+        losses, *_ = _losses(self.cap, self.sharding, _logits(hidden, constants[0]), targets, *constants)
         return (), (losses,)
 
 
@@ -95,7 +99,8 @@ class _GradientBody:
         loss, d_head = carry
         hidden, targets = read
         head = constants[0]
-        losses, weights, of_target, total = _losses(self.cap, self.sharding, hidden, targets, *constants)
+        losses, weights, of_target, total = _losses(self.cap, self.sharding, _logits(hidden, head), targets,
+                                                    *constants)
         xm.optimization_barrier_([weights])  # else XLA keeps the logits, and both products compute exponentials again
         scale = torch.where(targets == IGNORE_INDEX, 0.0, 1 / self.num_tokens)[:, None] / total
         # _with_targets is called twice, because a result that both products need would be written to HBM first.
@@ -104,9 +109,38 @@ class _GradientBody:
         return (loss + losses.sum() / self.num_tokens, d_head), (d_hidden.to(hidden.dtype),)
 
 
-def _losses(cap, sharding, hidden, targets, head, first_row=0):
-    """Returns the losses (N,) of hidden (N, C), and the terms of their gradients: `weights` (N, V), `of_target` (N, 1)
-    and `total` (N, 1), for this rank's rows of the head, from `first_row` on.
+@dataclass(frozen=True)
+class Int8Body(_GradientBody):
+    """The same with products of 8-bit integers. It runs on any device."""
+
+    def __call__(self, index, carry, read, write, constants):
+        loss, d_head = carry
+        hidden, targets = read
+        head = int8.rounded_weight(constants[0])
+        losses, weights, of_target, total = _losses(
+            self.cap, self.sharding, int8.linear(int8.rounded(hidden), head), targets, constants[0])
+        if hidden.device.type == "xla":
+            import torch_xla.core.xla_model as xm
+            xm.optimization_barrier_([weights])
+        scale = torch.where(targets == IGNORE_INDEX, 0.0, 1 / self.num_tokens)[:, None] / total
+        # No number exceeds `total`, up to the rounding of bfloat16.
+        d = int8.dithered_by_place(_with_targets(weights, of_target), 1.01 * total)
+        d = Rows(d.integers, d.scale * scale)
+        # Rounded by columns for this product. With the scales of its rows in d instead, the rows of rare tokens, whose
+        # scales are small, got a gradient of noise.
+        columns = int8.rounded(constants[0], 0)
+        d_hidden = int8.gradient_of_input(d, columns) * columns.scale
+        d_head = d_head + int8.sum_of_products(d, hidden)
+        return (loss + losses.sum() / self.num_tokens, d_head), (d_hidden.to(hidden.dtype),)
+
+
+def _logits(hidden, head):
+    return F.linear(hidden.float(), head.float())  # a product in bfloat16 rounds its result
+
+
+def _losses(cap, sharding, logits, targets, head, first_row=0):
+    """Returns the losses (N,) of logits (N, V) before the cap, and the terms of their gradients: `weights` (N, V),
+    `of_target` (N, 1) and `total` (N, 1), for this rank's rows of the head, from `first_row` on.
 
     A loss's gradient with respect to the logits is (softmax - one-hot) × slope, where slope is the derivative of the
     cap. Times `total`, the sum of a row's exponentials, it is exponentials × slope, and (exponential - total) × slope
@@ -116,7 +150,7 @@ def _losses(cap, sharding, hidden, targets, head, first_row=0):
     With a bounded cap, exponentials can be summed in fp32 without subtracting a maximum, which would cost another pass
     over the logits.
     """
-    logits, slope = cap.with_slope(F.linear(hidden.float(), head.float()))  # a product in bfloat16 rounds its result
+    logits, slope = cap.with_slope(logits)
     largest = 0.0
     if cap.needs_maximum:
         largest = sharding.largest(logits.max(dim=-1, keepdim=True).values)
@@ -130,9 +164,9 @@ def _losses(cap, sharding, hidden, targets, head, first_row=0):
     losses = torch.where(targets == IGNORE_INDEX, 0.0, losses)
     # Exponentials × slope are never negative, so -1 can only be the target. Comparing positions in each product instead
     # took 23.1 ms for a micro-step of one layer, not 22.5 (v5e).
-    weights = torch.where(is_target, -1.0, exponentials * slope).to(hidden.dtype)
+    weights = torch.where(is_target, -1.0, exponentials * slope).to(head.dtype)
     of_target = (torch.exp(picked - largest) - total) * cap.slope_at(picked)
-    return losses, weights, of_target.to(hidden.dtype), total
+    return losses, weights, of_target.to(head.dtype), total
 
 
 def _with_targets(weights, of_target):

@@ -26,7 +26,7 @@ def describe_plan(plan, tokenizer):
     divisor = matrix_parameters(plan.parameters)
     parameters = " + ".join(f"{number:,} {group}" for group, number in plan.parameters.items())
     dtype = str(plan.dtype).removeprefix("torch.")
-    products = ", int8 products in the layers" if plan.products == "int8" else ""
+    products = ", int8 products in layers and loss" if plan.products == "int8" else ""
     lines = {
         "devices": f"{plan.world_size} × {accelerator or plan.device_type}, kernel {plan.kernel}, {dtype} compute"
                    f"{products}",

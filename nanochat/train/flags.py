@@ -93,7 +93,7 @@ class DeviceFlags:
 class KernelFlags(DeviceFlags):
     kernel: str = flag("auto", "attention, loss and layers: auto, current, chunked, flash (TPU), cce (CUDA); "
                        "docs/training.md#kernels")
-    products: str = flag("bfloat16", "the layers multiply in compute_dtype (bfloat16) or 8-bit integers (int8); "
+    products: str = flag("bfloat16", "layers and loss multiply in compute_dtype (bfloat16) or 8-bit integers (int8); "
                          "docs/training.md#products-in-8-bits", choices=("bfloat16", "int8"))
     activation_checkpointing: str = flag(
         "none", "activations that the backward pass recomputes, which saves memory: none, qkv, all; without a value: "

@@ -30,7 +30,7 @@ class Plan:
     config: GPTConfig
     kernel: str  # see kernels/choose.py
     dtype: torch.dtype  # of activations and products
-    products: str  # of the layers
+    products: str  # of the layers and the loss
     activation_checkpointing: str
     use_compile: bool  # torch.compile
     optimizer: OptimConfig

@@ -9,11 +9,15 @@ import torch_xla
 from nanochat.common import BadInput
 from nanochat.kernels import int8
 from nanochat.kernels.choose import get_kernels
+from nanochat.kernels.loss import full_mean_loss
 from nanochat.kernels.sharded import Sharding
 from nanochat.model.config import GPTConfig
 from nanochat.model.gpt import GPT
+from nanochat.model.layers import IGNORE_INDEX
+from nanochat.model.logit_cap import LogitCap
 
 CONFIG = GPTConfig(n_layer=3, n_embd=128, n_head=2, n_kv_head=1, vocab_size=64, max_seq_len=32)
+CAP = LogitCap(15.0)
 
 
 def normal(*shape, seed=0):
@@ -107,3 +111,54 @@ def test_only_training_rounds():
 def test_weights_divided_along_tensor_are_refused():
     with pytest.raises(BadInput, match="--products=int8.*--mesh_tensor=1"):
         get_kernels("chunked", "xla", Sharding(tensor_groups=((0, 1),)), products="int8")
+
+
+def targets():
+    """Returns those of 96 tokens, two of which have none."""
+    found = torch.randint(80, (96,), generator=torch.Generator().manual_seed(2))
+    found[5:7] = IGNORE_INDEX
+    return found
+
+
+def loss_and_gradients(mean_loss, device, dtype=torch.float32, scales=1.0):
+    """Returns the mean loss of 96 tokens, and its gradients of hidden states and head, whose rows have `scales`."""
+    hidden = normal(96, 64).to(dtype).to(device).requires_grad_()
+    head = (scales * normal(80, 64, seed=1)).to(dtype).to(device).requires_grad_()
+    head.main_grad = torch.zeros_like(head)
+    loss = mean_loss(hidden, head, targets().to(device), CAP)
+    loss.backward()
+    return [x.cpu() for x in (loss, hidden.grad, head.main_grad if head.grad is None else head.grad)]
+
+
+def test_the_loss_is_exact_of_rounded_logits_and_its_gradients_are_near_those_in_fp64():
+    loss, *gradients = loss_and_gradients(get_kernels("current", "cpu", products="int8").mean_loss, "cpu")
+    exact_loss, *exact = loss_and_gradients(full_mean_loss, "cpu", torch.float64)
+
+    def of_rounded(hidden, head, *others):
+        return full_mean_loss(int8.rounded(hidden).value(), int8.rounded_weight(head).value(), *others)
+
+    with torch.no_grad():
+        expected = of_rounded(normal(96, 64), normal(80, 64, seed=1), targets(), CAP)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6) and loss.item() != exact_loss.item()
+    for found, tensor in zip(gradients, exact, strict=True):
+        assert (found - tensor).norm() < 0.1 * tensor.norm()
+
+
+@pytest.mark.parametrize("small", [0.0, 1e-4])
+def test_small_rows_of_the_head_have_gradients_as_good_as_large_ones(small):
+    """Their logits are all about 0, so many probabilities are equal."""
+    scales = torch.where(torch.arange(80) < 60, small, 1.0)[:, None]
+    mean_loss = get_kernels("current", "cpu", products="int8").mean_loss
+    *_, found = loss_and_gradients(mean_loss, "cpu", scales=scales)
+    *_, exact = loss_and_gradients(full_mean_loss, "cpu", torch.float64, scales)
+    assert (found - exact)[:60].norm() < 0.1 * exact[:60].norm()
+
+
+@pytest.mark.parametrize("kernel", ["chunked", "current"])
+def test_the_loss_on_xla_is_that_of_the_reference(kernel):
+    found = loss_and_gradients(get_kernels(kernel, "xla", products="int8").mean_loss, torch_xla.device())
+    expected = loss_and_gradients(get_kernels("chunked", "cpu", products="int8").mean_loss, "cpu")
+    assert found[0].item() == pytest.approx(expected[0].item(), rel=1e-6)
+    for name, tensor, reference in zip(("hidden", "head"), found[1:], expected[1:], strict=True):
+        # Exponentials have other last bits, so some numbers are dithered the other way.
+        assert (tensor - reference).norm() < 0.05 * reference.norm(), name
