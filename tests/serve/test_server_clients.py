@@ -42,9 +42,9 @@ def wait_for(condition, describe):
 class Terminal:
     """A program in a terminal of tmux, on a socket of its own."""
 
-    def __init__(self, socket, *command):
+    def __init__(self, socket, *command, rows=24):
         self._tmux = ["tmux", "-S", str(socket), "-f", "/dev/null"]
-        self._run("new-session", "-d", "-x", "100", "-y", "24", *command)
+        self._run("new-session", "-d", "-x", "100", "-y", str(rows), *command)
 
     def _run(self, *arguments):
         return subprocess.run([*self._tmux, *arguments], check=True, capture_output=True, text=True, timeout=30).stdout
