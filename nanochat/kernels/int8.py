@@ -68,10 +68,14 @@ def _scaled(x, dim):
 
 
 def rounded_weight(weight):
-    """Returns the Rows of a weight. The scale of a row of zeros is 1: some weights begin at 0, and their gradients are
-    multiplied and divided by the scales."""
-    rows = rounded(weight)
-    return Rows(rows.integers, torch.where(rows.scale > SMALLEST_SCALE, rows.scale, 1.0))
+    """Returns the Rows of a weight (…, out, in). A row's scale is at least an eighth of the largest row's: its gradient
+    is divided by its scale, and would be the others' noise. The scales of a weight of zeros are 1, because some weights
+    begin at 0."""
+    weight = weight.float()
+    scale = weight.abs().amax(-1, keepdim=True) / LARGEST
+    largest = scale.amax(-2, keepdim=True)
+    scale = torch.where(largest > SMALLEST_SCALE, torch.maximum(scale, largest / 8), 1.0)
+    return Rows(torch.round(weight / scale).to(torch.int8), scale)
 
 
 def linear(x, weight):

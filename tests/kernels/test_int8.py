@@ -53,6 +53,17 @@ def test_products_and_gradients_are_near_those_in_fp64():
         assert (found[name] - tensor).norm() < 0.03 * tensor.norm(), name
 
 
+def test_a_small_row_of_a_weight_gets_a_gradient_as_good_as_the_others():
+    x = normal(256, 64)
+    d = normal(256, 80, seed=2)
+    weight = normal(80, 64, seed=1)
+    weight[:40] *= 1e-9
+    weight = int8.rounded_weight(weight)
+    found = int8.gradient_of_weight(int8.rounded_gradient(d, weight), x, weight)
+    expected = d.t() @ x
+    assert (found - expected)[:40].norm() < 0.1 * expected[:40].norm()
+
+
 def test_small_numbers_beside_a_large_one_keep_their_sum():
     x = torch.cat([torch.ones(1), 5e-4 * torch.rand(100_000, generator=torch.Generator().manual_seed(0))])
     assert int8.rounded(x).value().sum() == 1  # all others are 0
