@@ -32,21 +32,25 @@ def evaluate_code(model, tokenizer, dist, is_cut_short, others=()):
         if is_cut_short():
             return {}
         records += writer.write(problem)
+    solutions = []
     for problem in others:
         if is_cut_short():
             return {}
         if problem.solution:
-            records.append({"name": problem.name, "group": ALL, "status": None} | writer.measure(problem))
+            solutions.append({"name": problem.name, "group": ALL, "status": None} | writer.measure(problem))
     if dist.rank > 0:
         return {}
     with Judge() as judge, ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         verdicts = pool.map(lambda problem, record: problem.verdict(judge, record["text"]), problems, records)
-        for record, verdict in zip(records, verdicts, strict=False):
+        for record, verdict in zip(records, verdicts, strict=True):
             record["status"] = verdict.status
-    scores = {METRICS[measure]: found for measure, group, found in summarise(records) if group == ALL}
-    solutions = scores["code_bpb"]
-    return {metric: found.mean for metric, found in scores.items()} | {
-        "code_bpb_low": solutions.low, "code_bpb_high": solutions.high}
+    metrics = {}
+    for measure, group, found in summarise(records + solutions):
+        if group == ALL:
+            metrics[METRICS[measure]] = found.mean
+            if measure == "bits per byte":
+                metrics |= {"code_bpb_low": found.low, "code_bpb_high": found.high}
+    return metrics
 
 
 def make_items(flags, problems, seed):

@@ -15,7 +15,8 @@ import torch
 LARGEST = 127
 SMALLEST_SCALE = 1e-30  # of a row of zeros
 DITHER = 8191.37  # times a number, it has a fraction that looks random and is the same in equal runs
-# Their multiples have fractions that are spread evenly over rows, over columns and over both: 1/r and 1/r², r³ = r + 1
+# The fractions of their multiples are spread evenly over rows, over columns and over both: 1/r and 1/r² with r³ = r + 1
+# (M. Roberts' sequence R2)
 ROW_STEP = 0.7548777
 COLUMN_STEP = 0.5698403
 
@@ -68,9 +69,9 @@ def _scaled(x, dim):
 
 
 def rounded_weight(weight):
-    """Returns the Rows of a weight (…, out, in). A row's scale is at least an eighth of the largest row's: its gradient
-    is divided by its scale, and would be the others' noise. The scales of a weight of zeros are 1, because some weights
-    begin at 0."""
+    """Returns the Rows of a weight (…, out, in). A row's scale is at least an eighth of the largest row's, because the
+    row's gradient is divided by its scale: with a tiny scale, the rounding errors of the other rows would become a
+    large gradient. The scales of a weight of zeros are 1, because some weights begin at 0."""
     weight = weight.float()
     scale = weight.abs().amax(-1, keepdim=True) / LARGEST
     largest = scale.amax(-2, keepdim=True)

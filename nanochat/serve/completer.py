@@ -41,7 +41,7 @@ class Completer:
     extra_tokens: int = 0  # most tokens of other files
     copies: bool = True  # offers what follows the text before the cursor where it stands elsewhere in the file
     windows: dict = field(default_factory=dict)  # where the last prompts were cut
-    reader_of: object = None  # the client whose prompt was read last
+    last_client: object = None  # whose prompt was read last
 
     @property
     def context(self):
@@ -53,13 +53,13 @@ class Completer:
         suffix: None to continue the prefix. extra: (path, text) of other files, the nearest last. With
         options.sampling.max_tokens = 0, it only reads the prompt, so that the next completion begins sooner.
         on_text(sample, text) gets each new piece of text. keep_going() is asked before every token; once it returns
-        False, the completion ends. client: whose text it is: what was read of another client's is forgotten, so that no
-        time and no count of tokens tells it.
+        False, the completion ends. client: who asks. The last prompt of another client is forgotten: else
+        the time, and the number of tokens read, would tell how far the two agree.
         """
-        if client != self.reader_of:
+        if client != self.last_client:
             self.engine.forget()
             self.windows = {}
-            self.reader_of = client
+            self.last_client = client
         room = self.context - max(options.sampling.max_tokens, 1)
         prompt = gap_prompt(self.engine.tokenizer, prefix, suffix if self.fim else None, room, extra, self.extra_tokens,
                             self.windows)
