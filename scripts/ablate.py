@@ -21,12 +21,13 @@ from pathlib import Path
 
 from nanochat.analysis.figures import require_packages
 from nanochat.analysis.history import read_run
-from nanochat.analysis.results import curve_of, write_results
+from nanochat.analysis.results import curve_of, has_result, write_results
 from nanochat.analysis.running import STOPPED, chip_seconds_per_token, run_trial, stop_on_sigterm
 from nanochat.analysis.summary import format_table
 from nanochat.analysis.trials import read_trials, require_same_flags
 from nanochat.common import expand_path, flag, get_base_dir, locked, read_flags, require_writable_dir, run_script
 from nanochat.device import tpu
+from nanochat.judge.problems import other_problems
 from nanochat.record.metrics import format_count
 
 BASE_TRAIN = [sys.executable, "-m", "scripts.base_train"]
@@ -71,7 +72,7 @@ def run_all(trials, accelerator, folder):
         # The trial has saved and can resume. Whoever stopped it, the same command begins with it again.
         if status == STOPPED:
             raise KeyboardInterrupt
-        if status or not trial.is_finished():
+        if status or not has_result(trial):
             num_failed += 1
             print(f"warning: {trial.variant}, seed {trial.seed} ended with status {status}: see {log_path}", flush=True)
         else:
@@ -92,6 +93,8 @@ def main(argv=None):
     accelerator = flags.accelerator and tpu.parse_accelerator(flags.accelerator).accelerator
     # All runs are checked before the first one trains: errors come now, and not after hours.
     for trial in trials:
+        if trial.seed == trials[0].seed:
+            other_problems(trial.flags.record)
         require_same_flags(trial)
         if trial.is_finished():
             curve_of(trial)

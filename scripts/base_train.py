@@ -18,8 +18,7 @@ from nanochat.common import BadInput, run_script
 from nanochat.device import tpu
 from nanochat.device.ranks import resolve_device_type
 from nanochat.judge.code_eval import evaluate_code
-from nanochat.judge.judge import Judge
-from nanochat.judge.problems import read_problems, read_sets
+from nanochat.judge.problems import other_problems
 from nanochat.run.hosts import this_host
 from nanochat.run.processes import started_module
 from nanochat.train.flags import parse_flags
@@ -32,19 +31,13 @@ from nanochat.train.start import kept_flags
 def main(argv=None):
     flags = parse_flags(argv, __doc__)
     device_type = resolve_device_type(flags.devices.device_type)
+    others = other_problems(flags.record)
     if flags.run.preflight:
         this_host(device_type)  # a pod that is not whole is refused first; and the preflight learns its type
         given = sys.argv[1:] if argv is None else argv
         status = run_preflight([*given, *kept_flags(flags, run_directory(flags))])
         if status:
             return status
-    others = []
-    if flags.record.code_eval_every > 0:
-        own = {problem.name for problem in read_problems()}
-        sets = read_sets(flags.record.code_eval_problems, "--code_eval_problems")
-        others = [problem for problem in sets if problem.name not in own]
-        with Judge():  # raises BadInput if there is no compiler or no sandbox
-            pass
     return launch(flags, device_type, partial(make_task, judge_code=partial(evaluate_code, others=others)))
 
 

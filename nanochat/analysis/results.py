@@ -12,6 +12,7 @@ from nanochat.analysis.history import read_run
 from nanochat.analysis.summary import format_table, make_page, text
 from nanochat.common import BadInput, is_disk_full, written_whole
 from nanochat.record.metrics import format_count
+from nanochat.train.prepare import FINISHED_FILE
 
 LEVEL = 0.05  # of the tests, for a whole table
 STYLES = ("-", "--", ":")
@@ -100,6 +101,18 @@ def curve_of(trial):
     seconds = np.interp(steps, [0, *known_steps], [0, *known_seconds])
     solutions = tuple(run.last(name) for name in ("code_bpb", "code_bpb_low", "code_bpb_high"))
     return Curve(trial.seed, bits_per_byte, run.work(steps), seconds, trial.notes().get("cpu_s"), solutions)
+
+
+def has_result(trial):
+    """Returns whether a run that has ended has its last evaluation. If not, the same command repeats that."""
+    if not trial.is_finished():
+        return False
+    try:
+        curve_of(trial)
+    except BadInput:  # the text could not be read
+        (trial.directory / FINISHED_FILE).unlink()
+        return False
+    return True
 
 
 @contextmanager

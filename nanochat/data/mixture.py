@@ -34,6 +34,7 @@ from nanochat.data.loader import READ_AHEAD_BYTES, DataLoader, settings_of
 from nanochat.data.shards import fingerprint, open_text, read_pieces
 from nanochat.data.units import Units
 
+NAME = r"(?!.*per_s$)[A-Za-z]\w*"  # of a source or validation set, whose tokens_NAME must not be tokens_per_s
 GOLDEN = (math.sqrt(5) - 1) / 2
 SILVER = math.sqrt(2) - 1
 SAMPLED_GROUPS = 8  # row groups of a source of whose text the tokens are counted
@@ -148,8 +149,8 @@ def _source_of(name, source, folder):
     if unknown := source.keys() - {"dir", "weight", "epochs", "val"}:
         raise BadInput(f"source {name} has {sorted(unknown)[0]}, which is unknown: it has dir, weight, epochs and val")
     epochs = source.get("epochs", math.inf)
-    if not re.fullmatch(r"[A-Za-z]\w*", name):
-        raise BadInput(f"source {name}: name it with letters, digits and _")
+    if not re.fullmatch(NAME, name):
+        raise BadInput(f"source {name}: name it with letters, digits and _, not …per_s")
     if "dir" not in source:
         raise BadInput(f"source {name} has no dir: name its folder of shards")
     if type(epochs) not in (int, float) or not 0 < epochs:

@@ -47,7 +47,8 @@ class Engine:
 
     def forget(self):
         """Forgets the last prompt: the next one is read as a whole."""
-        self._reader.ids = []
+        if "_reader" in vars(self):  # on XLA, nothing is kept, and a reader's cache would only take memory
+            self._reader.ids = []
 
     def complete(self, prompt, **sampling):
         """Returns the completion of `prompt`, without the prompt; sampling: fields of Sampling."""

@@ -123,7 +123,7 @@ class Window:
     """Cuts growing texts to their last tokens, and keeps the place of the cut as long as it can. If the cut moved with
     every new line, the model would have to read everything after it again."""
     tokenizer: object
-    begin: str = ""  # of the text that was kept last time
+    begin: str = ""  # of the text that was kept last time, if it was cut
 
     def last(self, text, num_tokens):
         """Returns the last part of `text`, from a line's start where possible, with at most `num_tokens` tokens."""
@@ -134,12 +134,13 @@ class Window:
         at = text.find(self.begin) if self.begin else -1
         if at > 0 and num_tokens // 2 <= len(self.tokenizer.encode(text[at:])) <= num_tokens:
             return text[at:]
+        self.begin = ""
         if len(self.tokenizer.encode(text)) > num_tokens:
             text = cut_to(self.tokenizer, text, slice(-max(num_tokens * 3 // 4, 1), None))  # leaves room for new lines
             line_start = text.find("\n") + 1
             if line_start <= len(text) // 2:
                 text = text[line_start:]
-        self.begin = text[:LEN_OF_BEGIN]
+            self.begin = text[:LEN_OF_BEGIN]
         return text
 
 

@@ -10,7 +10,7 @@ from nanochat.checkpoint.format import step_of
 from nanochat.common import BadInput, expand_path, flag, not_empty, read_flags
 from nanochat.data.bucket import data_place
 from nanochat.data.lanes import NUM_LANES
-from nanochat.data.mixture import read_mixture
+from nanochat.data.mixture import NAME, read_mixture
 from nanochat.data.shards import TextFlags
 from nanochat.device.ranks import DEVICE_TYPES
 from nanochat.model.config import CONFIG_FLAGS, as_flag, config_as_flags
@@ -33,9 +33,9 @@ def named_places(text):
     found = {}
     for part in text.split(","):
         name, equals, place = part.partition("=")
-        if not re.fullmatch(r"[A-Za-z]\w*", name) or not place or name in found:
-            raise BadInput(f"{part} is not NAME=FOLDER with a name of its own: give for example own=mine/val,others="
-                           "stack/val")
+        if not re.fullmatch(NAME, name) or not place or name in found:
+            raise BadInput(f"{part} is not NAME=FOLDER with a name of its own, not …per_s: give for example "
+                           "own=mine/val,others=stack/val")
         found[name] = data_place(place)
     return found
 

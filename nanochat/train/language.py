@@ -95,7 +95,7 @@ class LanguageTask:
     sources: tuple = ()  # names of those of --data_mix
     name = "language"
     changing_flags = (*flags_of((BatchFlags, OptimConfig, DistillationFlags), but={"device_batch_size"}),
-                      "compute_dtype", "products", "validation")
+                      "compute_dtype", "products", "validation", "code_eval_problems")
 
     @property
     def num_lanes(self):

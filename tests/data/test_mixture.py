@@ -166,6 +166,7 @@ def test_the_plan_says_how_often_each_source_is_read(data, byte_tokenizer_dir, t
     ('dir = "own"', 'dir = "own"\nval = "gs://"', "source own: val = 'gs://': it is neither gs://BUCKET/FOLDER nor"),
     ('dir = "own"', 'dir = "s3://own"', "source own: dir = 's3://own': it is neither gs://BUCKET/FOLDER nor a folder"),
     ("[sources.own]", '[sources."a b"]', "source a b: name it with letters"),
+    ("[sources.own]", "[sources.per_s]", "source per_s: name it with .* not …per_s"),
     ("[sources.own]", "[sources.own", "cannot be read as a table of TOML"),
     (FILE, "", "it has no sources"), (FILE, "sources = 3", "no sources"), (FILE, "[sources]\nown = 3", "no sources"),
     (FILE, "stage = 3\n[sources.a]\ndir = 'b'\nweight=1", "its stages are no sections"),

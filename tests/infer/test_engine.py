@@ -137,6 +137,7 @@ def test_xla_compiles_a_program_for_the_cache_the_prompt_and_a_token_and_no_more
     before = compilations()
     xla_engine.completions(PROMPT, Sampling(num_samples=4, max_tokens=20))  # 4: no other test has these shapes
     assert compilations() - before == 3
+    xla_engine.forget()
     xla_engine.completions("another prompt, shorter", Sampling(num_samples=4, max_tokens=10, temperature=0, seed=9))
     assert compilations() - before == 3
     assert not met.executed_fallback_ops()

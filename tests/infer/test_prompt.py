@@ -88,6 +88,8 @@ def test_a_window_is_cut_anew_where_too_little_would_be_left(tokenizer):
     kept = window.last(LINES, 100)
     assert window.last(LINES + "x", 100) == kept + "x"
     assert len(window.last(LINES + kept[:20] + "x" * 30, 100)) >= 50
+    for text in ("}\n", LINES[:30] + "}\n" + LINES[:60]):  # each fits, and the second contains the first
+        assert window.last(text, 100) == text
     assert window.last("anything", 0) == window.last("", 10) == ""
 
 

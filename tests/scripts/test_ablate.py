@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from nanochat.analysis.results import has_result
 from nanochat.analysis.running import chip_seconds_per_token
 from nanochat.analysis.trials import read_trials
 from nanochat.checkpoint.saver import save_checkpoint
@@ -75,6 +76,11 @@ def test_bad_tables_are_refused_with_one_line(write_table, variants, message):
     assert "\n" not in str(error.value) and "rates.toml" in str(error.value)
 
 
+def test_problems_that_cannot_be_read_are_refused_before_the_first_run(write_table):
+    with pytest.raises(BadInput, match="--code_eval_problems=/nowhere cannot be read"):
+        ablate.main([str(write_table(code_eval_every=100, code_eval_problems="/nowhere")), "--dry_run"])
+
+
 @pytest.mark.parametrize("seeds", ["[]", "[0, 0]", "3", '["a"]', "[true]", "[-1]"])
 def test_bad_seeds_are_refused(write_table, seeds):
     with pytest.raises(BadInput, match="rates.toml.*seed"):
@@ -133,6 +139,16 @@ def test_finished_runs_are_not_repeated_and_their_differences_are_told(write_tab
     page = (folder / "report.html").read_text()
     assert "http" not in page and page.count('src="data:image/png;base64,') == 1
     assert not list(folder.glob("*.log"))
+
+
+def test_a_run_whose_last_evaluation_was_skipped_is_repeated(write_table):
+    trial = read_trials(write_table(num_iterations=6))[0]
+    finish(trial)
+    assert has_result(trial)
+    records = trial.directory / "metrics.jsonl"
+    lines = records.read_text().splitlines(keepends=True)
+    records.write_text("".join(line for line in lines if json.loads(line)["step"] < 6 or "val_bpb" not in line))
+    assert not has_result(trial) and not trial.is_finished()
 
 
 def test_a_run_of_the_same_name_with_other_flags_is_refused(write_table):

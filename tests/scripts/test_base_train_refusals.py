@@ -138,3 +138,14 @@ def test_a_run_that_is_to_judge_code_needs_a_compiler(tiny, monkeypatch):
     monkeypatch.setenv("PATH", "/nonexistent")
     with pytest.raises(BadInput, match=r"there is no g\+\+.*apt-get install"):
         main(last_of_each(*tiny, "--code_eval_every=4"))
+
+
+@pytest.mark.parametrize("flags, problem", [
+    (["--code_eval_problems=cpp.jsonl"], "=cpp.jsonl needs --code_eval_every"),
+    (["--code_eval_every=4", "--code_eval_problems=own,plain.jsonl"], "=own,plain.jsonl holds no solution but"),
+    (["--code_eval_every=4", "--preflight", "--code_eval_problems=cpp.jsonl"], "=cpp.jsonl cannot be read")])
+def test_problems_that_would_measure_nothing_are_refused_before_any_work(tiny, tmp_path, monkeypatch, flags, problem):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "plain.jsonl").write_text('{"name": "a", "prompt": "int f() {", "tests": "}"}\n')
+    with pytest.raises(BadInput, match=f"--code_eval_problems{problem}"):
+        main(last_of_each(*tiny, *flags))

@@ -108,6 +108,7 @@ def test_a_resumed_run_says_that_its_validation_has_changed(mixture, tiny, tmp_p
 
     saved = make().flags.as_dict()
     assert changed_flags(saved, make()) == ""
+    assert changed_flags(saved, make("--code_eval_problems=a")) == "code_eval_problems own -> a"
     before = mixture.read_text()
     sets = re.findall('val = "(.*)"', before)
     mixture.write_text(before.replace(f'val = "{sets[1]}"', f'val = "{sets[0]}"'))
@@ -120,6 +121,6 @@ def test_names_of_validation_sets_are_told_from_folders(tmp_path, monkeypatch):
     assert named_places("own=/a,big=gs://b/c=d") == {"own": "/a", "big": "gs://b/c=d"}
     (tmp_path / "lang=cpp").mkdir()
     assert named_places("lang=cpp") == named_places("gs://b/lang=cpp") == named_places("a/lang=cpp") == {}
-    for text in ("own=a,own=b", "own=a,b", "own=", "own=a,2=b"):
+    for text in ("own=a,own=b", "own=a,b", "own=", "own=a,2=b", "chars_per_s=a"):
         with pytest.raises(BadInput, match="is not NAME=FOLDER"):
             named_places(text)
