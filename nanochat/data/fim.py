@@ -25,7 +25,7 @@ import numpy as np
 
 from nanochat.common import BadInput
 from nanochat.data.projects import SEPARATOR
-from nanochat.data.tokenizer import FIM_TOKENS, Infill
+from nanochat.data.tokenizer import FIM_TOKENS, Infill, joined
 
 KINDS = ("random", "line", "structure")  # kinds of middles, equally frequent
 MIN_SEQ_LEN = 64  # shorter rows have no room for a middle with its context
@@ -149,7 +149,7 @@ def fit_into_row(tokens, row_tokens, tokenizer):
         parts = [(bos, ids[prefix + 1:rest]), (ids[:prefix + 1], ids[rest:])]
     else:  # without its context
         parts = [(bos, ids[prefix + 1:suffix], ids[middle + 1:-1], ids[suffix + 1:middle])]
-    return [np.concatenate(part).data for part in parts]
+    return [joined(part) for part in parts]
 
 
 def draws(key):

@@ -74,6 +74,11 @@ def encode_text(encoding, text):
         return np.concatenate([encode_text(encoding, text[:half]), encode_text(encoding, text[half:])])
 
 
+def joined(arrays):
+    """Returns the tokens of uint32 arrays as one memoryview, which is faster than np.concatenate."""
+    return memoryview(b"".join(arrays)).cast("I")
+
+
 class Tokenizer:
     """Encodes and decodes text. Threads may share it and encode concurrently: encoding releases the GIL."""
 
@@ -96,6 +101,7 @@ class Tokenizer:
         self._byte_ids = [mergeable_ranks[bytes([byte])] for byte in range(256)]
         self.n_vocab = n_vocab
         self.bos_id = special_tokens["<|bos|>"]
+        self._marks = {name: np.array([id_], np.uint32) for name, id_ in special_tokens.items()}
 
     def special(self, name):
         """Returns the id of a special token. Raises BadInput if there is none of this name."""
@@ -129,14 +135,16 @@ class Tokenizer:
         return [self._encode_document(text) for text in texts]
 
     def _encode_document(self, text):
-        parts = [(self.bos_id,)]
+        parts = [self._marks["<|bos|>"]]
         if isinstance(text, Infill):
-            context = [(FIM_TOKENS[3], other) for other in text.context]
-            for name, part in [*context, *zip(FIM_TOKENS, (*text[:3], ""), strict=True)]:
-                parts += (self.special_tokens[name],), self.encode_to_numpy(part)
+            for other in text.context:
+                parts += self._marks[FIM_TOKENS[3]], self.encode_to_numpy(other)
+            for name, part in zip(FIM_TOKENS[:3], text[:3], strict=True):
+                parts += self._marks[name], self.encode_to_numpy(part)
+            parts.append(self._marks[FIM_TOKENS[3]])
         else:
             parts.append(self.encode_to_numpy(text))
-        return np.concatenate(parts, dtype=np.uint32, casting="unsafe").data
+        return joined(parts)
 
     def _encode_malformed(self, data):
         """Returns the ids of bytes that are not UTF-8: one per malformed byte, and the text between as usual."""

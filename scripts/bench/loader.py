@@ -19,9 +19,9 @@ from nanochat.data.shards import TextFlags, open_text
 from nanochat.data.tokenizer import Infill, TokenizerFlags, load_tokenizer
 from scripts.bench.rounds import Clock, Spent, compare
 
-# In a round the loader reads this many documents, and then the tokenizer has its turn. If it held the texts of a whole
-# run, the loader could not reuse their memory, and new pages from the kernel would cost it 10 ns per token.
-DOCUMENTS_IN_ROUND = 1000
+# In a round the loader reads this many million characters, and then the tokenizer has its turn. If it held the texts of a
+# whole run, the loader could not reuse their memory, and new pages from the kernel would cost it 10 ns per token.
+MILLIONS_IN_ROUND = 8
 UNIT = "a million characters"
 
 
@@ -32,15 +32,16 @@ class Flags(TextFlags, TokenizerFlags):
     threads: int = flag(2, "threads that tokenize, with and without the loader", at_least=1, at_most=1000)
     fim_rate: float = flag(0.5, "of the loader with fill in the middle", above=0, at_most=1)
     fim_context: float = flag(0.0, "of it, too, on a corpus of --pack=context", at_least=0, at_most=0.75)
-    rounds: int = flag(20, f"rounds of {DOCUMENTS_IN_ROUND:,} documents", at_least=1)
+    rounds: int = flag(20, f"rounds of {MILLIONS_IN_ROUND} million characters", at_least=1)
 
 
 class Recorder:
-    """A tokenizer that remembers the round's texts, and the numbers of tokens of all documents."""
+    """A tokenizer that counts the round's characters, and can keep its texts and the lengths of all documents."""
 
-    def __init__(self, tokenizer):
+    def __init__(self, tokenizer, keeps=False):
         self._tokenizer = tokenizer
-        self.lengths = []  # threads append concurrently
+        self._keeps = keeps
+        self.lengths = []  # in tokens; threads append concurrently
         self.begin()
 
     def __getattr__(self, name):
@@ -48,22 +49,24 @@ class Recorder:
 
     def begin(self):
         self.groups = []
+        self.counts = []  # of each group's characters
         self.ended = time.perf_counter()
 
     def encode_documents(self, texts):
         documents = self._tokenizer.encode_documents(texts)
-        self.groups.append(texts)
-        self.lengths += map(len, documents)
+        count = 0
+        for text in texts:
+            count += sum(map(len, (*text[:3], *text.context))) if isinstance(text, Infill) else len(text)
+        self.counts.append(count)
+        if self._keeps:
+            self.groups.append(texts)
+            self.lengths += map(len, documents)
         self.ended = time.perf_counter()
         return documents
 
     def millions(self):
         """Returns how many millions of characters the round's texts have."""
-        count = 0
-        for texts in self.groups:
-            for text in texts:
-                count += sum(map(len, (*text[:3], *text.context))) if isinstance(text, Infill) else len(text)
-        return count / 1e6
+        return sum(self.counts) / 1e6
 
 
 def load(loader, recorder):
@@ -72,12 +75,12 @@ def load(loader, recorder):
     recorder.begin()
     clock = Clock()
     begun = recorder.ended
-    before = len(recorder.lengths)
-    while len(recorder.lengths) < before + DOCUMENTS_IN_ROUND:
+    while recorder.millions() < MILLIONS_IN_ROUND:
         next(loader)
     # The loader prefetches in threads, so the round ends when a tenth of a second has brought no further document.
-    while before != len(recorder.lengths):
-        before = len(recorder.lengths)
+    before = 0
+    while before != len(recorder.counts):
+        before = len(recorder.counts)
         time.sleep(0.1)
     # The wall time ends with the last group that was tokenized, without that tenth of a second.
     return Spent((recorder.ended - begun) / recorder.millions(), clock.spent(recorder.millions()).cpu_s)
@@ -94,7 +97,7 @@ def compare_all(flags, shards, tokenizer):
     before_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     rows = Rows(flags.device_batch_size, flags.max_seq_len)
     open_loader = partial(DataLoader, shards, threads=flags.threads)
-    recorder = Recorder(tokenizer)
+    recorder = Recorder(tokenizer, keeps=True)
     with open_loader(recorder, rows) as loader, ThreadPoolExecutor(flags.threads) as pool:
         compare(UNIT, {"loader": partial(load, loader, recorder),
                        "tokenizer alone": partial(tokenize, pool, tokenizer, recorder)},
