@@ -19,7 +19,7 @@ from nanochat.data.shards import TextFlags, open_text
 from nanochat.data.tokenizer import Infill, TokenizerFlags, load_tokenizer
 from scripts.bench.rounds import Clock, Spent, compare
 
-# In a round the loader reads this many million characters, and then the tokenizer has its turn. If it held the texts of a
+# In a round the loader reads this many million characters, then the tokenizer has its turn. If it held the texts of a
 # whole run, the loader could not reuse their memory, and new pages from the kernel would cost it 10 ns per token.
 MILLIONS_IN_ROUND = 8
 UNIT = "a million characters"
