@@ -181,7 +181,9 @@ def _find_damage(path, weights_only=False):
         problem = _find_difference(path, indexes, expected)
         if problem:
             return problem
-        files = [name for kind in kinds for name in tensor_files(path, kind)]
+        files = []
+        for kind in kinds:
+            files += tensor_files(path, kind)
         return _find_difference(path, files + others, expected)
     except OSError as error:
         if error.errno in _DAMAGE:

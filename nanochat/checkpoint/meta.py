@@ -86,10 +86,12 @@ def _is_rng_state(text):
 
 def _is_schedule(entries):
     """Returns whether the entries are pairs of whole numbers, (step, tokens), with steps that rise from 0."""
-    if not all(isinstance(entry, tuple) and [type(number) for number in entry] == [int, int] for entry in entries):
-        return False
-    steps = [step for step, _ in entries]
-    return steps == sorted(set(steps)) and steps[:1] in ([], [0]) and all(tokens > 0 for _, tokens in entries)
+    steps = []
+    for entry in entries:
+        if not isinstance(entry, tuple) or list(map(type, entry)) != [int, int] or entry[1] <= 0:
+            return False
+        steps.append(entry[0])
+    return steps == sorted(set(steps)) and steps[:1] in ([], [0])
 
 
 def _are_numbers(values):

@@ -90,8 +90,14 @@ class Mirror:
     def prune(self, newest):
         """Deletes what the copy `newest`, a name, makes superfluous: older copies and incomplete ones. Copies of later
         steps stay."""
-        copies = {name: files for name, files in self._copies().items() if step_of(name) <= step_of(newest)}
-        whole = [name for name, files in copies.items() if is_whole(files) and not name.endswith(ROUNDED)]
+        copies = {}
+        # Without rounded copies: each stands in for a whole one of its step or a later one, and `newest` is there now.
+        whole = []
+        for name, files in self._copies().items():
+            if step_of(name) <= step_of(newest):
+                copies[name] = files
+                if is_whole(files) and not name.endswith(ROUNDED):
+                    whole.append(name)
         staying = set(whole) - set(self.kept.outdated(whole))
         for name in copies.keys() - staying:
             # Without SHA256SUMS it is no longer whole, whenever a kill comes.
@@ -144,7 +150,7 @@ class Mirror:
             if match:
                 found.setdefault(match[1], set()).add(match[2])
         # Of one step, the rounded copy comes before the whole one.
-        return {name: found[name] for name in sorted(found, key=lambda name: (step_of(name), -len(name)))}
+        return dict(sorted(found.items(), key=lambda copy: (step_of(copy[0]), -len(copy[0]))))
 
     def _copy(self, sources, directory, timeout_s=COPY_TIMEOUT_S, is_cancelled=never):
         """Copies files to a directory. The sources or the directory are in the mirror."""
@@ -383,5 +389,6 @@ class Uploader:
                 self._refused = path
                 self._rounded = None if self._rounded == path else self._rounded
             self._note()
+            # Not for as long if something else is to be copied by now: a newer checkpoint, or a rounded one.
             self._condition.wait_for(lambda: (self._rounded or self._waiting) != path, self._retry_s)
             self._retry_s = min(2 * self._retry_s, RETRY_S)

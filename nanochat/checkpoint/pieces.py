@@ -75,8 +75,10 @@ def is_whole(names):
 def _has_tensors(names, kind):
     if kind in names:
         return True
-    matches = [re.fullmatch(rf"{Path(kind).stem}-\d+-of-(\d+)\.safetensors", name) for name in names]
-    counts = [int(match[1]) for match in matches if match]  # each piece's name has the number of pieces
+    counts = []  # each piece's name has the number of pieces
+    for name in names:
+        if match := re.fullmatch(rf"{Path(kind).stem}-\d+-of-(\d+)\.safetensors", name):
+            counts.append(int(match[1]))
     return index_of(kind) in names and len(counts) > 0 and len(counts) == counts[0]
 
 

@@ -34,6 +34,8 @@ class Given(NamedTuple):
         anything. A layer that adds nothing gets 0."""
         if self.values is None:
             return None
+        # All layers run one body, so a layer that adds nothing takes columns, too. Its number is one beyond the last:
+        # take_columns then returns the last ones, and 0 replaces them.
         value = take_columns(self.values, self.number, self.value_width)
         count = self.values.size(-1) // self.value_width
         return torch.where(self.number < count, value, 0.0).to(value.dtype)

@@ -113,6 +113,9 @@ def log_sums_shape(batch, length, width):
     return batch, width // HEAD_DIM, 1, length
 
 
+# The layers are one loop, whose body is traced once: a layer's window is a number on the device. But tracing decides
+# which tiles a kernel has. So the body holds a kernel for each size, and the device picks one. With one kernel for all,
+# which masks what it could leave out, 2,048 positions with windows of 512 took 12.18 Mcycles forward on v5e, not 6.97.
 def by_window(call, window, length, windows):
     """Returns call(window=…) by the kernel for `window`, an int32 scalar. There is one kernel for each of `windows`
     that is shorter than the sequence, from the shortest, and a last one without a window."""
@@ -188,6 +191,8 @@ def run(kernel, place, operands, segment, cost, steps=None, interpret=False):
     )(place, *(array for _, array in operands.inputs.values()))
 
 
+# Pallas calls `index` for each step of the grid, and copies the block that it names into VMEM, unless the step before
+# named the same. So the query heads of a group, which follow one another, fetch the keys of a whole sequence once.
 def _block(kind, array, group, segment, first_step):
     """Returns the pl.BlockSpec of an input or a result, see Operands and run."""
     side, _, what = kind.partition(" ")

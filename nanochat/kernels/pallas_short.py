@@ -223,6 +223,8 @@ class _Gradients(Scores):
 
     def _add(self, total, positions, value, axis=1):
         """Adds to a sum, or writes it where it has not been written yet."""
+        # Tracing knows the order of the tiles. So the first tile that reaches a chunk writes it, and no sum is cleared
+        # before. `positions` is cut into runs of chunks that have all been written, or none of which has.
         chunks = range(positions.start, positions.stop, HEAD_DIM)
         for is_begun, group in groupby(chunks, lambda start: (id(total), start) in self.begun):
             group = list(group)

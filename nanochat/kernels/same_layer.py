@@ -37,6 +37,8 @@ def require_same_layer(attend):
     def by_definition(x, x0, value, *weights):
         return layer.forward(x, x0, type_of_weights(*weights), window, tables, value)
 
+    # Of each input, one number is compared: the derivative of out · d_out along a direction that moves all of the
+    # input's numbers. That takes two forward passes; a difference for each number would take two for each.
     inputs = [x, x0, value, *weights]
     found = []
     expected = []

@@ -27,7 +27,9 @@ _NEVER = 2**62
 # tick it is at, and the last request whose outcome it read. _STOP_ASKED counts how often a stop was asked for.
 # _SAVE_ASKED: with several hosts, whether rank 0 asks for a save.
 _STOP_ASKED, _IS_PREEMPTED, _WAITS_FOR_MIRROR, _SAVE_ASKED, _NUMBER, _KIND, _AGREED_NUMBER, _AGREED_TICK = range(8)
-_TICK, _READ_NUMBER, _END = (8 + i * MAX_RANKS for i in range(3))
+_TICK = 8
+_READ_NUMBER = _TICK + MAX_RANKS
+_END = _READ_NUMBER + MAX_RANKS
 HOLD_S = 0.01  # within which a process sees what another has written
 POLL_S = 0.1
 

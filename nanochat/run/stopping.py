@@ -46,6 +46,8 @@ def _not_ignored(numbers):
     return found
 
 
+# The signals are blocked in the main thread, and so in every thread and process that it starts later: they interrupt
+# none of them. This thread lets them through, and reads their numbers from the wakeup descriptor.
 def _obey_signals(read_end, requests):
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     is_asked = False

@@ -142,6 +142,7 @@ class Watchdog:
         self.has_reported.set()
         for pid in self._alive():
             os.kill(pid, signal.SIGKILL)
+        # Without children this process is itself the rank that is late, and its main thread would not come to clean up.
         if not self._is_over.wait(MAIN_THREAD_S if self._children else 0):  # so that the main thread can clean up
             os._exit(1)
 

@@ -388,7 +388,9 @@ def make_task(flags, device_type, world_size, directory, judge_code=None):
     if teacher:
         flags = flags.replace(teacher=str(teacher.path))  # today's newest checkpoint, should it train further
     sets = flags.data.validation_sets()
-    places = (f"{name}={data.val_dir}" if name else data.val_dir or "" for name, data in sets.items())
+    places = []
+    for name, data in sets.items():
+        places.append(f"{name}={data.val_dir}" if name else data.val_dir or "")
     flags = flags.replace(validation=",".join(places))
     if flags.data.fim_rate:
         check_fim(f"--fim_rate={flags.data.fim_rate:g}", tokenizer, plan.config.max_seq_len)

@@ -196,6 +196,8 @@ def reach(mirror, directory, starts_over):
         return None
     state = MirrorState(mirror.url)
 
+    # An attempt does both, because the mirror may go away in between. Meanwhile mirror.json says why the run waits, to
+    # the scripts that watch it from outside.
     def try_mirror():
         try:
             mirror.try_to_write(directory)

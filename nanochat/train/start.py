@@ -212,6 +212,8 @@ def _with_decay(what, flags, start, config):
     return flags.replace(decay_from=start.name)
 
 
+# Parsed flags do not tell what the command line named. So a flag counts as given if it differs from its default: an
+# ending cannot return to a default from which the run before it deviated.
 def _inherit(flags, meta):
     """Returns the Flags with a checkpoint's values of those that have their defaults."""
     found = {"seed": meta.flags["seed"]} if flags.run.seed == 0 else {}

@@ -94,14 +94,17 @@ def mixture_lines(data, plan):
 
 def _spend(weights, steps, plan, left, read, ends):
     """Lets steps (begin, end) read from the sources by their weights, and by those of the others once one has ended."""
+    # Until a source ends, all are read in proportion to their weights, so the next end is known: `taken` tokens lead to
+    # it, or to the last step. Then the others share its weight. So the loop turns at most once for each source and once
+    # more, however many steps there are.
     begin, end = steps
     tokens = total = plan.tokens(begin, end)
     while tokens > 0:
-        live = [i for i, weight in enumerate(weights) if weight and left[i] > 0]
-        scale = sum(weights[i] for i in live)
-        taken = min(tokens, *(left[i] * scale / weights[i] for i in live))
-        for i in live:
-            part = taken * weights[i] / scale
+        live = {i: weight for i, weight in enumerate(weights) if weight and left[i] > 0}
+        scale = sum(live.values())
+        taken = min(tokens, *(left[i] * scale / weight for i, weight in live.items()))
+        for i, weight in live.items():
+            part = taken * weight / scale
             read[i] += part
             left[i] = 0 if math.isclose(part, left[i]) else left[i] - part
             if not left[i]:

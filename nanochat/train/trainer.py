@@ -63,6 +63,8 @@ class Trainer:
         self.step = meta.step
         self.nonfinite = NonfiniteSteps(limit, **meta.nonfinite_steps)
         restore_rng(meta.rng)
+        # The time since a pause is nobody's loss: the run was told to stop, or had ended. After a kill or a preemption
+        # the time since the checkpoint is lost: nothing ran, or ran steps that are trained again.
         if meta.is_pause:
             self.interruptions = meta.interruptions
             self.goodput = Goodput(meta.seconds)
