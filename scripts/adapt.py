@@ -64,6 +64,8 @@ def divide(shards, folder):
     if len(files) < 2:
         raise BadInput("the project has a single C++ file that is no copy of another, and one must be held out: name a "
                        "larger project")
+    # In the order of a hash: random, and the same at each try. A file that is larger than what is left to hold out is
+    # trained on, so that no large one becomes all of the held-out text.
     names = []
     held_out = []
     budget = min(HELD_OUT * sum(map(len, files.values())), HELD_OUT_CHARS)
@@ -176,7 +178,8 @@ def prepare(flags, path, meta, old, folder):
     divide(open_shards(sorted((folder / "project" / "val").glob("*.parquet"))), folder / "own")
     own = open_shards([folder / "own" / "train" / "shard_00000.parquet"])
     steps = count_steps(flags, meta, Source("own", "", shards=own), load_tokenizer(meta.flags.get("tokenizer_dir")))
-    old_dir, old_val = (json.dumps(old[split], ensure_ascii=False) for split in ("train", "val"))
+    old_dir = json.dumps(old["train"], ensure_ascii=False)
+    old_val = json.dumps(old["val"], ensure_ascii=False)
     (folder / "mix.toml").write_text(f'''
 [sources.own]
 dir = "own/train"

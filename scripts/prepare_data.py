@@ -10,6 +10,7 @@ import os
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 from nanochat.common import (
@@ -78,7 +79,7 @@ def find_sources(flags, eval_only, cache_dir):
         sources.append(table or replace(open_source(path), is_own=True))
     if (flags.text_column or flags.where) and not any(source.table for source in sources):
         raise BadInput("--text_column and --where are for tables: name parquet or JSON Lines with --source, too")
-    sources = [piece for source in distinguish(sources) for piece in pieces(source)]
+    sources = list(chain.from_iterable(map(pieces, distinguish(sources))))
     if flags.installed_headers:
         sources += installed_headers()
     if flags.debian_source:

@@ -67,8 +67,8 @@ def restored(tensors):
 def _to_8_bits(tensor, smallest):
     """Returns the tensor in 8 bits and the fp32 scales (…, 1) of its rows. A value above 0 becomes at least `smallest`
     times its scale."""
-    # A row's largest value becomes 448, the largest of float8_e4m3fn: anything larger would become NaN. A row of zeros
-    # has the scale 0, and is divided by the smallest normal fp32 number instead.
+    # A row's largest value becomes 448, the largest of float8_e4m3fn, which has no infinity: what is too large for it
+    # becomes NaN. A row of zeros has the scale 0, and is divided by the smallest normal fp32 number instead.
     scale = tensor.abs().amax(-1, keepdim=True) / LARGEST
     values = tensor / scale.clamp_min(torch.finfo(torch.float32).tiny)
     if smallest:

@@ -28,7 +28,7 @@ def signature(data):
     """
     words = re.findall(rb"\w+", data)
     minhash = RMinHash(NUM_PERMUTATIONS, 0)
-    sequences = [b" ".join(five) for five in zip(*(words[i:] for i in range(5)), strict=False)]
+    sequences = list(map(b" ".join, zip(words, words[1:], words[2:], words[3:], words[4:], strict=False)))
     minhash.update(sequences or [b" ".join(words)])
     return np.array(minhash.digest(), np.uint32).tobytes()
 

@@ -76,6 +76,7 @@ def ray_cluster(address, workers, may_be_open, task_bytes):
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         options |= {"num_cpus": workers, "include_dashboard": False, "object_store_memory": LOCAL_STORE_BYTES}
     else:
+        # Two clients try before the real one: that this machine may connect, and that nobody without a token may.
         if problem := _try_to_connect(address, {}):
             raise BadInput(f"{address}, the address of the Ray cluster: {problem}")
         if not may_be_open and (problem := _try_to_connect(address, _WITHOUT_TOKEN)) != _NEEDS_TOKEN:
@@ -137,8 +138,11 @@ class RayRun:
             print(f"node {_name(self.alive[gone])} is gone: others repeat its tasks", flush=True)
         self.looked = now
         self.alive = nodes
-        return {number: node for number, node in nodes.items() if node["Resources"].get("CPU", 0) >= 1
-                and node["Resources"].get("memory", 0) >= self.task_bytes}
+        with_room = {}
+        for number, node in nodes.items():
+            if node["Resources"].get("CPU", 0) >= 1 and node["Resources"].get("memory", 0) >= self.task_bytes:
+                with_room[number] = node
+        return with_room
 
     def require_room(self):
         """Returns the nodes with room for a task. Raises BadInput if there are none."""

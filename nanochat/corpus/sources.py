@@ -250,8 +250,10 @@ def _git_files(directory):
     except (OSError, subprocess.SubprocessError):
         head = ""  # no commit yet
     # An index from elsewhere may name paths outside of the checkout, and a folder in it may be a symbolic link.
-    files = [name for name in sorted(tracked)
-             if os.path.realpath(directory / name) == f"{directory}/{name}" and _is_regular(directory / name)]
+    files = []
+    for name in sorted(tracked):
+        if os.path.realpath(directory / name) == f"{directory}/{name}" and _is_regular(directory / name):
+            files.append(name)
     submodules = [name for name, mode in tracked.items() if mode == b"160000"]
     links = [name for name, mode in tracked.items() if mode == b"120000"]
     _say_left_out(directory, "submodules (name their folders with --source, too)", submodules)

@@ -246,6 +246,8 @@ CODE_TOKEN = re.compile(r"""
     | \{ | \} | \( | \) | ;""", re.DOTALL | re.VERBOSE)
 
 
+# The pair that leaves no bracket open is the outermost. If the scan comes to its limit before that, the last pair that
+# closed is taken: an inner pair closes before those around it.
 def find_brackets(text, begin, pair):
     """Returns (begin, end) of the text inside the next two matching brackets; pair: such as "{}". If that is too long,
     it is the outermost pair inside, or None."""
@@ -268,6 +270,8 @@ def find_brackets(text, begin, pair):
     return found
 
 
+# `first` is where a statement may begin: behind the last brace, and outside of parentheses behind the last semicolon,
+# comment or directive. White space alone before a semicolon is no statement.
 def find_statement(text, begin):
     """Returns (begin, end) of the next statement with its semicolon, or None."""
     first = _code_line(text, begin)

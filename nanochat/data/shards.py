@@ -260,6 +260,8 @@ def _bytes_in(column):
     return column.cast(pa.large_binary()).to_pylist()
 
 
+# A file is opened for each portion of text. Kept open, the file of each lane would hold pages of 10 MB: a row group of
+# 337 MB took 14,272 instead of 733 ns per token then, and 5.4 GB of memory (dev/log).
 def _batches(shard, row_group, columns):
     """Yields Arrow batches of columns, for all documents of a row group. Raises CorruptRowGroup."""
     found = 0

@@ -228,7 +228,10 @@ def load_tokenizer(tokenizer_dir=None):
     parents = [get_base_dir() / "tokenizer", SHIPPED_DIR, INSTALLED_DIR]
     if tokenizer_dir:
         parents = [Path(tokenizer_dir)]
-    for directory in (path for parent in parents for path in (parent, parent / "tokenizer_65k")):
+    places = []
+    for parent in parents:
+        places += parent, parent / "tokenizer_65k"
+    for directory in places:
         try:
             there = {name for name in (VOCABULARY_FILE, CONFIG_FILE, PICKLE_FILE) if (directory / name).exists()}
         except OSError as error:

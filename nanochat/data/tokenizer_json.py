@@ -34,7 +34,8 @@ def byte_of_character():
     """Returns {character: byte}: GPT-2 writes each byte as a visible character, from U+0100 on if necessary."""
     visible = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in visible]
-    return {chr(byte): byte for byte in visible} | {chr(256 + i): byte for i, byte in enumerate(others)}
+    characters = [*map(chr, visible), *map(chr, range(256, 256 + len(others)))]
+    return dict(zip(characters, visible + others, strict=True))
 
 
 def read_huggingface(path, our_names):
@@ -97,10 +98,12 @@ def _special_tokens(added_tokens):
 def _with_our_names(special_tokens, our_names):
     names = {name: name for name in special_tokens}
     for ours in our_names:
-        others = _OTHER_NAMES.get(ours, (f"<{ours[2:-2]}>",))
-        found = next((name for name in others if ours not in names and name in names), None)
-        if found:
-            names[found] = ours
+        if ours in names:
+            continue
+        for name in _OTHER_NAMES.get(ours, (f"<{ours[2:-2]}>",)):
+            if name in names:
+                names[name] = ours
+                break
     _require("<|bos|>" in names.values(), "it has no token for the beginning of a document")
     return {names[name]: number for name, number in special_tokens.items()}
 
@@ -145,6 +148,8 @@ def _check_merges(ranks, merges):
 
 def last_pair(token, rank, ranks):
     """Returns the parts of a token after merging all pairs of a lower rank than its own, the leftmost lowest first."""
+    # The parts are a linked list in two arrays, so that a merge touches its neighbours only, and a heap has the pair to
+    # merge next. Looking through all parts for each merge would be quadratic in the length of the token.
     size = len(token)
     end = list(range(1, size + 1))  # of the part that begins at each place; 0 if none does
     before = list(range(-1, size))  # where the part before it begins

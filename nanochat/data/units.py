@@ -56,7 +56,8 @@ class Units:
 
     def get(self, lane, number):
         """Returns the Unit that `lane` reads as its `number`-th, from 0."""
-        # An epoch need not be a multiple of the lanes.
+        # Lanes take turns at one sequence, epoch after epoch. With 5 units and 2 lanes, lane 0 has the units 0, 2 and 4
+        # in the order of the first epoch, and then 1 and 3 in that of the second: nothing is left over between epochs.
         epoch, index = divmod(number * self.num_lanes + lane, len(self.units))
         return self.units[self._order(epoch)[index]]
 

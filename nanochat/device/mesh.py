@@ -5,6 +5,7 @@ the same weights. Chips along `fsdp` hold a part of each weight, and gather a la
 (ZeRO-3, arXiv 1910.02054). Chips along `tensor` read the same rows, and each computes with its part of the heads, the
 hidden units and the vocabulary (arXiv 1909.08053).
 """
+import itertools
 import math
 import os
 import re
@@ -144,7 +145,7 @@ def _instead(fsdp, tensor, chips, in_environment):
         fsdps = [1]
         tensors = _nearest_divisors(chips, tensor)
     if in_environment:
-        return _in_environment(chips, [(f, t) for f in fsdps for t in tensors])
+        return _in_environment(chips, list(itertools.product(fsdps, tensors)))
     instead = f"--mesh_data=-1 with --mesh_fsdp={_in_words(fsdps)}"
     if tensor > 1:
         instead += f" and --mesh_tensor={_in_words(tensors)}"

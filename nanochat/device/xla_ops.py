@@ -5,6 +5,7 @@ torch_xla and jax are imported inside the functions only. JAX translates kernels
 """
 import os
 from functools import partial
+from itertools import chain
 
 import torch
 
@@ -120,7 +121,7 @@ def _trace_body(body, carry, read, write, constants):
     context.build([*new_carry, *new_write])
     computation = xb.computation_from_module_proto("loop_body", context.hlo())
     of_parameters = {}  # parameter of the body -> number of the loop's argument
-    arguments = [index, *(tensor for group in groups for tensor in group)]
+    arguments = [index, *chain(*groups)]
     for number, tensor in enumerate(arguments):
         if (parameter := context.tensor_parameter_id(tensor)) != -1:
             of_parameters[parameter] = number

@@ -148,6 +148,7 @@ class Engine:
         `known`, the end of the prompt."""
         found = []
         for row, token in zip(rows, tokens, strict=False):
+            # As _draw would draw it: a token that repeats the prompt's end competes only with those that fit there.
             others = row[:self.tokenizer.n_vocab]
             if known:
                 others = row[self._vocabulary.fitting(known)]

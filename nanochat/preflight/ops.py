@@ -139,7 +139,7 @@ def trip_count(module, loop, computation):
         return bound
     # A loop that counts down compares with 0, the greatest constant of its condition. Its length is then among its
     # initial values.
-    initial = [computation[name] for name in computation[loop.operands[0]].operands if name in computation]
+    initial = filter(None, map(computation.get, computation[loop.operands[0]].operands))
     return max(_constants(module, initial), default=1) or 1
 
 

@@ -152,6 +152,8 @@ def read_schedule(program, use):
     busy = Counter()  # matrix unit -> cycles
     for loop, unit, cycles in program.matmuls:
         busy[unit] += cycles * (loop or whole).runs
+    # A run takes some of several branches with products. Their cycles are counted apart, and cycles_with leaves out
+    # those that the declared work does not need. A single such branch has all products, and counts as if it always ran.
     branches = [branch for branch in program.branches if branch.has_matmuls]
     branch_cycles = 0
     if len(branches) > 1:
@@ -204,6 +206,8 @@ class _Program:
             if loop:
                 loop.is_pipelined = True
 
+    # Indentation nests the regions: a region ends the open ones that are as deep or deeper. Only loops and branches are
+    # kept. Which bundles they have says the next line with a range.
     def _enter_region(self, depth, line):
         while self._around and self._around[-1][0] >= depth:
             self._around.pop()

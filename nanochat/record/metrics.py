@@ -110,6 +110,8 @@ def _rewind(path, resume_step, console):
     if resume_step is None:
         move_aside(path)
         return set()
+    # The steps after the checkpoint are trained again, and write their records again. The events after the checkpoint's
+    # own step run again, too, though some of their metrics may be here: `log` leaves out the names of these.
     kept = []
     names = set()
     num_others = 0

@@ -142,7 +142,8 @@ class Watchdog:
         self.has_reported.set()
         for pid in self._alive():
             os.kill(pid, signal.SIGKILL)
-        # Without children this process is itself the rank that is late, and its main thread would not come to clean up.
+        # Without children (cpu, cuda) this process is a rank itself. Its main thread is late, or waits for a rank that
+        # is, and would not come to clean up.
         if not self._is_over.wait(MAIN_THREAD_S if self._children else 0):  # so that the main thread can clean up
             os._exit(1)
 

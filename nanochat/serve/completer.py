@@ -75,6 +75,7 @@ class Completer:
         if self.copies and suffix is not None and options.sampling.temperature < GREEDY_BELOW:
             copy = self._copy(prefix, suffix, extra, options)
         samples = self.engine.completions(prompt.parts, options.sampling, add, keep_going=goes_on, copy=copy)
+        # The engine says "stopped" for either way to stop it: a text whose shaper has ended is whole, another was cut.
         reasons = []
         for sample, shaper in zip(samples, shapers, strict=True):
             if shaper.ended:
@@ -86,7 +87,6 @@ class Completer:
         num_tokens = sum(sample.num_tokens for sample in samples)
         return Completion([shaper.finish() for shaper in shapers], reasons, num_tokens, replace(self.engine.timings),
                           prompt.is_cut)
-
 
     def _copy(self, prefix, suffix, extra, options):
         """Returns a copy for the gap, and the nats by which the model may find a token of it unlikely; or ("", 0)."""
@@ -104,6 +104,8 @@ def copied(before, after, others=()):
     """Returns what follows the last characters of `before` where most of them stand once more, up to the end of the
     line, or of the next one; and how many these are. It looks into `before` and `after`, then into (path, text) of
     other files, the last one first. Returns ("", 0) if they stand nowhere."""
+    # The file itself comes first, even with few characters that agree, and in it the longest end: what follows is the
+    # likelier the same. The search in `before` stops one character early, or the end would find itself.
     for texts in ((before, after), [text for _, text in reversed(others)]):
         for length in COPIED:
             end = before[-length:]

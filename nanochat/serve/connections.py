@@ -72,8 +72,10 @@ class LimitedConnection(H11Protocol):
     def connection_made(self, transport):
         super().connection_made(transport)
         self._begin_to_wait()
-        strangers = [other for other in self.connections if other.is_stranger and other.address == self.address]
-        if len(strangers) > MAX_WITHOUT_KEY:
+        num_strangers = 0
+        for other in self.connections:
+            num_strangers += other.is_stranger and other.address == self.address
+        if num_strangers > MAX_WITHOUT_KEY:
             self._refuse(503, f"{MAX_WITHOUT_KEY} connections of your address wait without the key: try again later")
         elif len(self.connections) > self._max_connections:
             self.app = error_answer(503, f"{self._max_connections} connections are open already: try again later")

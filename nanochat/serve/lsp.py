@@ -104,6 +104,8 @@ def other_files(workspace, document):
     if not roots and workspace.root_path:
         roots = [find(workspace.root_path)]
     here = find(document.path)
+    # The most helpful come first here, so that the room is theirs, and last in the result. `here` has no text among
+    # them: the prompt has it already.
     candidates = [*included(here, opened[here], roots, find)]
     for path in reversed(opened):
         candidates += [path, *included(path, opened[path], roots, find)]

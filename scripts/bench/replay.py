@@ -158,7 +158,8 @@ def show(name, person):
     """Prints what a Person saved."""
     total = person.num_characters
     seconds = sorted(person.seconds) or [0.0]
-    p50, p95 = (seconds[percent * (len(seconds) - 1) // 100] for percent in (50, 95))
+    p50 = seconds[50 * (len(seconds) - 1) // 100]
+    p95 = seconds[95 * (len(seconds) - 1) // 100]
     print(f"{name}: {sum(person.saved.values()) / total:.1%} of {total:,} characters saved; "
           f"{sum(person.accepted.values())} of {person.num_shown} shown completions accepted; "
           f"p50 {p50:.3f} s, p95 {p95:.3f} s")
