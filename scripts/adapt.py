@@ -9,6 +9,7 @@ Ctrl-C during the training, the same command resumes it.
 import hashlib
 import json
 import os
+import shlex
 import shutil
 import time
 from dataclasses import asdict, dataclass
@@ -118,7 +119,7 @@ def training_flags(flags, path, meta, steps, folder):
     found = [f"--run={flags.run}", f"--init_from={path}", "--init_optimizer", f"--data_mix={folder / 'mix.toml'}",
              f"--num_iterations={steps}", f"--rate_horizon={horizon}", "--warmdown_ratio=1",
              f"--total_batch_size={meta.batch_schedule[0][1]}", f"--eval_every={every}", f"--eval_tokens={EVAL_TOKENS}",
-             "--sample_every=-1", f"--save_every={every}", f"--keep_checkpoints={2 * EVALUATIONS}",
+             "--sample_every=-1", f"--save_every={every}", f"--keep_every={every}",
              f"--device_type={device_type}"]
     # Each lane reads other files from their first line on. So few lanes see whole files in a short training, and many
     # would see beginnings, mostly licences.
@@ -193,8 +194,8 @@ weight = 1
     return training_flags(flags, path, meta, steps, folder)
 
 
-def report(flags, metrics):
-    """Says what the training has gained."""
+def report(flags, metrics, training):
+    """Says what the training, of these flags of base_train, has gained."""
     found = evaluations(metrics)
     if 0 not in found:
         raise BadInput("the first evaluation failed, so what was gained is unknown: see above")
@@ -202,7 +203,9 @@ def report(flags, metrics):
     for name, before, now in zip(("its held-out files", "the old validation text"), found[0], found[best], strict=True):
         print(f"{name}: {before:.4f} -> {now:.4f} bits per byte ({now / before - 1:+.1%})")
     if best:
-        print(f"complete with it: python3 -m scripts.serve --checkpoint={flags.run}/step_{best:06d}")
+        own = [word for word in training if word.startswith("--tokenizer_dir=")]
+        command = shlex.join(["python3", "-m", "scripts.serve", f"--checkpoint={flags.run}/step_{best:06d}", *own])
+        print(f"complete with it: {command}")
     else:
         print("nothing was gained: keep the model as it is")
 
@@ -232,7 +235,7 @@ def main(argv=None):
             unfinished.write_text(json.dumps([asdict(flags), training]))
         if not gain_no_more(metrics):
             train("scripts.base_train", training, metrics)
-        report(flags, metrics)
+        report(flags, metrics, training)
         unfinished.unlink()
 
 

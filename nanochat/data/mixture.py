@@ -153,8 +153,8 @@ def _source_of(name, source, folder):
         raise BadInput(f"source {name}: name it with letters, digits and _, not …per_s")
     if "dir" not in source:
         raise BadInput(f"source {name} has no dir: name its folder of shards")
-    if type(epochs) not in (int, float) or not 0 < epochs:
-        raise BadInput(f"source {name}: epochs = {epochs} is not a number above 0")
+    if type(epochs) not in (int, float) or not (0 < epochs < 1e9 or epochs == math.inf):
+        raise BadInput(f"source {name}: epochs = {epochs} is not a number above 0 and below 1e9")
     places = {}
     for key in source.keys() & {"dir", "val"}:
         if not isinstance(source[key], str) or not source[key] or "\0" in source[key]:

@@ -95,10 +95,14 @@ class Writer:
 
     @torch.no_grad()
     def bits_of(self, ids, num_known):
-        """Returns the bits of ids[num_known:] after the ids before. Of a longer text, the model sees the last part."""
+        """Returns the bits of ids[num_known:] after the ids before, in parts if they do not fit into the context. Of a
+        longer text, the model sees the last part."""
         if len(ids) == num_known:
             return 0.0
         context = self.model.config.max_seq_len
+        if len(ids) - num_known > context:
+            cut = len(ids) - (context + 1) // 2
+            return self.bits_of(ids[:cut], num_known) + self.bits_of(ids, cut)
         # The text loses its beginning, and num_known counts from the cut. Nothing predicts the first token.
         num_known = max(1, num_known - max(0, len(ids) - context - 1))
         ids = ids[-context - 1:]

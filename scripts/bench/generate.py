@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from nanochat.common import BadInput, flag, read_flags
+from nanochat.data.projects import require_files
 from nanochat.data.shards import TextFlags, open_text, whole_pieces
 from nanochat.data.tokenizer import load_tokenizer
 from nanochat.device.ranks import Dist
@@ -52,7 +53,9 @@ def read_texts(flags, least_characters):
 def read_pieces(flags, least_characters):
     """Returns the TextPieces in the first shards of TextFlags that have so many characters. Raises BadInput if none
     has."""
-    pieces = [piece for piece in whole_pieces(open_text(flags)[:4]) if len(piece.text.strip()) > least_characters]
+    shards = open_text(flags)[:4]
+    require_files(shards, "this benchmark")
+    pieces = [piece for piece in whole_pieces(shards) if len(piece.text.strip()) > least_characters]
     if not pieces:
         raise BadInput(f"--data_dir={flags.data_dir} has no document of {least_characters} characters: name another")
     return pieces

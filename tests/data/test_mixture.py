@@ -157,6 +157,7 @@ def test_the_plan_says_how_often_each_source_is_read(data, byte_tokenizer_dir, t
     ("from = 0.8", "from = 0.8\nto = 0.9", r"\[\[stage\]\] has to, which is unknown"),
     ("[[stage]]", "[[stages]]", "stages is unknown: a mixture has"),
     ("epochs = 1", "epochs = 0", "source own: epochs = 0 is not a number above 0"),
+    ("epochs = 1", "epochs = 1e40", r"source own: epochs = 1e\+40 is not a number above 0 and below 1e9"),
     ("epochs = 1", "epoch = 1", "source own has epoch, which is unknown"),
     ("weight = 0.7", "weight = 0.7\nepochs = 99", "each source of the stage from = 0 has epochs: leave"),
     ("{own = 9, big = 1}", "{own = 9}", "each source of the stage from = 0.8 has epochs: leave"),

@@ -11,9 +11,10 @@ from nanochat.checkpoint.saver import save_checkpoint
 from nanochat.common import BadInput
 from nanochat.data.fim import SAMPLE
 from nanochat.data.projects import encode_document, require_files
-from nanochat.data.shards import TextPiece, list_shards, open_shards
+from nanochat.data.shards import TextFlags, TextPiece, list_shards, open_shards
 from nanochat.data.tokenizer import load_tokenizer
 from scripts import base_eval
+from scripts.bench.generate import read_pieces
 from tests.checkpoint.states import make_meta
 from tests.corpus.projects import cpp, prepare, read, shard_hashes
 from tests.data.documents import open_loader
@@ -76,6 +77,8 @@ def test_rows_of_projects_hold_file_separators_and_resume(corpora):
         rows(1, fim_rate=0.5)
     with pytest.raises(BadInput, match="--pack=project.* training a tokenizer"):
         require_files(open_shards(paths), "training a tokenizer")
+    with pytest.raises(BadInput, match="--pack=project.* this benchmark"):
+        read_pieces(TextFlags(str(corpora / "one" / "val")), 1)
     with pytest.raises(BadInput, match="--project: "):
         require_packed(open_shards(list_shards(corpora / "files" / "val")), "project")
 

@@ -133,6 +133,7 @@ def test_bits_of_a_text_are_those_of_the_models_probabilities(byte_tokenizer_dir
     assert writer.bits("int main()", " { return 0; }") == pytest.approx(expected.item(), abs=1e-2)
     long = "x" * 500
     assert writer.bits(long, "y") > 0  # longer than the model's context
+    assert writer.bits("", 4 * long) == pytest.approx(4 * writer.bits("", long), rel=0.05)  # so is the text itself
 
 
 def test_a_gap_is_asked_after_the_other_files_that_an_editor_would_send(byte_tokenizer_dir):
