@@ -118,7 +118,8 @@ def read_config(path, meta, config_class):
     """Returns the config of the model in the checkpoint at `path`, a `config_class`, which is a data class. Raises
     BadInput if a field is missing or unknown, or has an impossible value."""
     def refuse(problem):
-        return BadInput(f"{path} cannot be used: the model's config in its {META} {problem}: use another checkpoint")
+        return BadInput(f"{path} cannot be used: the model's config in its {META} {problem}: use another checkpoint, "
+                        "or the version of nanochat that wrote it")
 
     types = {each.name: each.type for each in fields(config_class)}
     for name in [*types, *meta.config]:

@@ -60,7 +60,8 @@ def test_another_format_and_a_damaged_file_are_refused_in_one_line(tmp_path, cha
 
 
 @pytest.mark.parametrize("config, problem", [
-    ({name: CONFIG[name] for name in CONFIG if name != "softcap"}, "has no softcap"),
+    ({name: CONFIG[name] for name in CONFIG if name != "softcap"},
+     "has no softcap: use another checkpoint, or the version of nanochat that wrote it"),
     (CONFIG | {"n_experts": 4}, "has n_experts, which this program does not know"),
     (CONFIG | {"n_head": "2"}, 'has n_head = "2"'),
     (CONFIG | {"n_layer": 2.0}, "has n_layer = 2.0"),
