@@ -53,9 +53,15 @@ def dithered_by_place(x, largest):
     """Returns the Rows of x (n, m), dithered by the place of each number, because many of them may be equal. largest
     (n, 1): no absolute number of a row exceeds it, so it need not be found."""
     scale = largest / LARGEST
-    rows, columns = (torch.arange(size, device=x.device).float() for size in x.shape)
-    chance = ROW_STEP * rows[:, None] + COLUMN_STEP * columns
+    rows, columns = (torch.arange(size, dtype=torch.int32, device=x.device) for size in x.shape)
+    chance = _fraction(rows, ROW_STEP)[:, None] + _fraction(columns, COLUMN_STEP)
     return Rows(_up_or_down(x.float() / scale, chance), scale)
+
+
+def _fraction(numbers, step):
+    # In integers, which may overflow: a product of two fp32 numbers near 50,000 would have steps of 1 / 256, so smaller
+    # probabilities than that would be rounded down everywhere.
+    return (numbers * round(step * 2**24) & 2**24 - 1).float() / 2**24
 
 
 def _up_or_down(scaled, chance):

@@ -173,3 +173,15 @@ def test_the_loss_on_xla_is_that_of_the_reference(kernel):
     for name, tensor, reference in zip(("hidden", "head"), found[1:], expected[1:], strict=True):
         # Exponentials have other last bits, so some numbers are dithered the other way.
         assert (tensor - reference).norm() < 0.05 * reference.norm(), name
+
+
+@pytest.mark.parametrize("device", ["cpu", "xla"])
+def test_small_numbers_dithered_by_place_keep_their_sums_wherever_they_stand(device):
+    if device == "xla":
+        device = torch_xla.device()
+    share = 1e-3  # of a step between integers
+    x = torch.full((64, 65_536), share / int8.LARGEST, device=device)
+    found = int8.dithered_by_place(x, torch.ones(64, 1, device=device)).integers.cpu().float()
+    for part in found.chunk(8, dim=1):  # of the vocabulary
+        assert part.sum().item() == pytest.approx(share * part.numel(), rel=0.05)
+    assert found.sum(1).sub(share * 65_536).abs().max() < 5  # of each token: 65.5
