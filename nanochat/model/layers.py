@@ -129,12 +129,12 @@ def _keeps_place(k, head_dim):
 
 def exclusive(y, v, head_dim):
     """Returns attention's output y (B, T, H × head_dim) without each head's projection on the position's own value, v
-    (B, T, H_kv × head_dim), and the projection as a multiple of the value, fp32 (B, T, H). So attention adds only what
-    the position does not say itself (arXiv 2603.09078)."""
-    own = v.unflatten(-1, (-1, 1, head_dim)).float()  # (B, T, H_kv, 1, head_dim)
-    heads = y.unflatten(-1, (own.size(2), -1, head_dim)).float()  # (B, T, H_kv, H / H_kv, head_dim)
+    (B, T, H_kv × head_dim). So attention adds only what the position does not say itself (arXiv 2603.09078)."""
+    dtype = torch.promote_types(y.dtype, torch.float32)
+    own = v.unflatten(-1, (-1, 1, head_dim)).to(dtype)  # (B, T, H_kv, 1, head_dim)
+    heads = y.unflatten(-1, (own.size(2), -1, head_dim)).to(dtype)  # (B, T, H_kv, H / H_kv, head_dim)
     part = (heads * own).sum(-1, keepdim=True) / (own.square().sum(-1, keepdim=True) + 1e-6)
-    return (heads - part * own).flatten(2).to(y.dtype), part.flatten(2)
+    return (heads - part * own).flatten(2).to(y.dtype)
 
 
 def split_heads(x, head_dim):
@@ -239,7 +239,7 @@ def gpt_layer(options, x, x0, weights, rotary, text, value=None, products=PLAIN)
     k = norm(apply_rotary(k, *rotary))
     y = text.attend(q, k, split_heads(v, options.head_dim)).transpose(1, 2).flatten(2)  # (B, T, H × head_dim)
     if options.exclusive_attention:
-        y, _ = exclusive(y, v, options.head_dim)
+        y = exclusive(y, v, options.head_dim)
     attended = products.linear(y, w.attn_o)
     x = x + gated(gate_of(options, w, ATTENTION, normed), attended)
     normed = norm(x)
