@@ -40,7 +40,7 @@ MISTAKES = 0.02  # of keys
 class Flags(TextFlags):
     blocks: int = flag(20, "blocks of lines that are typed", at_least=1, at_most=10_000)
     lines: int = flag(8, "lines of a block", at_least=1, at_most=1000)
-    tokens: int = flag(48, "most tokens of a completion", at_least=1, at_most=1024)
+    max_tokens: int = flag(48, "most tokens of a completion", at_least=1, at_most=1024)
 
 
 @dataclass(frozen=True)
@@ -173,19 +173,19 @@ def main(argv=None):
     path = find_checkpoint(of_model.checkpoint)
     dist = compute_init(device_type)
     completer = load_completer(of_model, path, 0, dist)
-    ask = asks(completer, flags.tokens)
+    ask = asks(completer, flags.max_tokens)
     contenders = {
         "the model, with copies": ask,
         "the same, if it took no time": lambda *place: (ask(*place)[0], 0.0),
-        "the model alone": asks(replace(completer, copies=False, windows={}), flags.tokens),
+        "the model alone": asks(replace(completer, copies=False, windows={}), flags.max_tokens),
         "copies alone": lambda *place: (copied(*place)[0], 0.0),
         "nothing": lambda *place: ("", 0.0),
     }
     if any(block.others for block in blocks):
         of_project = replace(completer, extra_tokens=completer.context // 4, windows={})
-        contenders["the model, with copies and other files"] = asks(of_project, flags.tokens)
+        contenders["the model, with copies and other files"] = asks(of_project, flags.max_tokens)
         alone = replace(of_project, copies=False, windows={})
-        contenders["the model alone, with other files"] = asks(alone, flags.tokens)
+        contenders["the model alone, with other files"] = asks(alone, flags.max_tokens)
     people = {name: Person(complete) for name, complete in contenders.items()}
     for name, person in people.items():
         for block in blocks:

@@ -48,7 +48,7 @@ def test_the_bench_says_what_a_model_saves(gap_run, byte_tokenizer_dir, tmp_path
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(gap_run))
     write_table(tmp_path / "val" / "shard_00000.parquet", [{"text": 50 * SOURCE}])
     replay.main(["--checkpoint=tiny", f"--data_dir={tmp_path}/val", f"--tokenizer_dir={byte_tokenizer_dir}",
-                 "--device_type=cpu", "--blocks=2", "--lines=4", "--tokens=8"])
+                 "--device_type=cpu", "--blocks=2", "--lines=4", "--max_tokens=8"])
     output = capsys.readouterr().out
     assert "nothing: 0.0% of" in output and "the model alone: " in output and "copies alone: " in output
     assert "other files" not in output
