@@ -17,8 +17,7 @@ LAYER_NAMES = {"attn_q": "attn.c_q.weight", "attn_k": "attn.c_k.weight", "attn_v
 TABLE_NAMES = {"wte": "transformer.wte.weight", "lm_head": "lm_head.weight"}
 
 # The parts of a GPT that these models lack.
-NANOCHAT = {"window_pattern": "L", "key_shift": False, "exclusive_attention": False, "layer_gates": False,
-            "value_embeddings": "off"}
+NANOCHAT = {"window_pattern": "L", "key_shift": False, "layer_gates": False, "value_embeddings": "off"}
 
 
 def read_meta(model):

@@ -2,12 +2,11 @@
 
     AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)
 
-This file needs nothing else of the program that trained the model. It extends transformers' NanoChat by six parts:
+This file needs nothing else of the program that trained the model. It extends transformers' NanoChat by five parts:
 
 - The input of each layer is resid_scale × x + x0_scale × x0, with the normalised embedding x0 (modded-nanogpt).
 - A layer may see only the last `sliding_window` positions.
 - `key_shift`: half of the channels of each head's keys come from the position before (modded-nanogpt).
-- `exclusive_attention`: each head's output leaves out its projection on the position's own value (arXiv 2603.09078).
 - `layer_gates`: scale × 2 × sigmoid(map · normalised input) multiplies attention's values, and the outputs of attention
   and MLP (arXiv 2409.19606).
 - `value_embeddings`: every second layer adds a vector of the token to attention's values (arXiv 2410.17897), the same
@@ -50,7 +49,6 @@ class ScaledNanoChatConfig(NanoChatConfig):
     layer_types: list[str] | None = None
     sliding_window: int | None = None
     key_shift: bool = False
-    exclusive_attention: bool = False
     layer_gates: bool = False
     value_embeddings: str = "off"
 
@@ -71,7 +69,6 @@ class ScaledNanoChatAttention(NanoChatAttention):
         v = gate * self.v_proj(hidden_states) + value_embedding
         q, k, v = (x.view(shape).transpose(1, 2) for x in (q, k, v))  # (B, heads, T, head_dim)
         products = k
-        own = v
         if self.config.key_shift:
             if kwargs.get("cache") is not None:
                 raise ValueError("shifted keys do not work with continuous batching: use generate()")
@@ -86,10 +83,6 @@ class ScaledNanoChatAttention(NanoChatAttention):
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         attended, weights = attend(self, q, k, v, attention_mask, scaling=self.scaling,
                                    dropout=self.attention_dropout if self.training else 0.0, **kwargs)
-        if self.config.exclusive_attention:  # attended is (B, T, heads, head_dim)
-            own = own.transpose(1, 2).repeat_interleave(attended.shape[2] // own.shape[1], 2).float()
-            part = (attended * own).sum(-1, keepdim=True) / (own.square().sum(-1, keepdim=True) + 1e-6)
-            attended = (attended - part * own).to(attended.dtype)
         return self.o_proj(attended.flatten(2)), weights
 
     def shifted(self, k, past_key_values, has_before):

@@ -14,10 +14,10 @@ from nanochat.kernels import plain
 from nanochat.kernels.choose import get_kernels
 from nanochat.kernels.int8 import rounded
 from nanochat.model import ngrams
-from nanochat.model.layers import ATTENTION, MLP, VALUES, CachedText, WholeText, exclusive
+from nanochat.model.layers import ATTENTION, MLP, VALUES, CachedText, WholeText
 from nanochat.model.tiny import IDS, require_close, tiny_gpt
 
-KNOWN = {"head_dim", "layer_gates", "key_shift", "exclusive_attention"}  # the LayerOptions that this file computes
+KNOWN = {"head_dim", "layer_gates", "key_shift"}  # the LayerOptions that this file computes
 TINY = 1e-30  # replaces 0 as a divisor
 _linear = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32
 
@@ -122,7 +122,6 @@ class _Int8Layer:
         config = model.config
         self.head_dim = config.head_dim
         self.is_key_shifted = config.key_shift
-        self.is_exclusive = config.exclusive_attention
         self.resid_scale = model.resid_scale[index].item()
         self.x0_scale = model.x0_scale[index].item()
         q = _in_pairs(model.attn_q[index], config.head_dim)
@@ -154,10 +153,8 @@ class _Int8Layer:
         turned = torch.view_as_complex(qk.unflatten(-1, (-1, 2))) * rotary
         qk = _norm(torch.view_as_real(turned).flatten(-2))
         q, k = qk.transpose(1, 2).split([self.num_q, self.num_kv], dim=1)  # (B, heads, T, head_dim)
-        y = text.attend(q, k, v.transpose(1, 2)).transpose(1, 2).flatten(2)
-        if self.is_exclusive:
-            y = exclusive(y, v.flatten(2), self.head_dim)
-        x = x.addcmul_(of_attention, self.attn_o(y))
+        attended = self.attn_o(text.attend(q, k, v.transpose(1, 2)).transpose(1, 2).flatten(2))
+        x = x.addcmul_(of_attention, attended)
         normed = _norm(x)
         of_mlp, = self._gates(normed, MLP)
         return x.addcmul_(of_mlp, self.mlp_out(self.mlp_in(normed).relu_().square_()))

@@ -20,21 +20,21 @@ from nanochat.kernels.products import Int8, Plain, of_weight
 from nanochat.kernels.sharded import WHOLE, Sharding
 from nanochat.model import layers
 
-KNOWN = {"head_dim", "layer_gates", "key_shift", "exclusive_attention"}  # the LayerOptions that this file computes
+KNOWN = {"head_dim", "layer_gates", "key_shift"}  # the LayerOptions that this file computes
 
 
 @dataclass(frozen=True)
 class AttentionByHand:
     """Attention of layer `index` with its own backward pass. q, k and v are stacks of (B, T, heads × head_dim): the
     products of attn_q, attn_k and attn_v, keys shifted, not yet rotated or normalised. The output y is (B, T,
-    H × head_dim). is_exclusive: it is that of layers.exclusive."""
-    # forward(is_exclusive, q, k, v, index, window, *tables) -> y, log_sums. window: int32 scalar, or None. tables:
-    # Given's. log_sums: fp32, what else the backward pass needs, or None.
+    H × head_dim)."""
+    # forward(q, k, v, index, window, *tables) -> y, log_sums. window: int32 scalar, or None. tables: Given's. log_sums:
+    # fp32, what else the backward pass needs, or None.
     forward: Callable
-    # backward(is_exclusive, q, k, v, index, window, log_sums, y, d_y, *tables) -> gradients of the layer's q, k and v.
-    # log_sums is a stack, too.
+    # backward(q, k, v, index, window, log_sums, d_y, *tables) -> gradients of the layer's q, k and v. log_sums is a
+    # stack, too.
     backward: Callable
-    # log_sums_shape(is_exclusive, B, T, width of q) -> the shape of a layer's log_sums. None: there are none.
+    # log_sums_shape(B, T, width of q) -> the shape of a layer's log_sums. None: there are none.
     log_sums_shape: Callable | None = None
     # row_major_matmul(x, weight): x @ weight for (B, T, in) and (in, out), stored in this order on a TPU.
     row_major_matmul: Callable = torch.matmul
@@ -94,7 +94,7 @@ def _new_saved(how, x, weights, slots):
     for name, dtype in how.saved().items():
         shape = batch, length
         if name == "log_sums":
-            shape = how.attention.log_sums_shape(how.options.exclusive_attention, batch, length, q_width)
+            shape = how.attention.log_sums_shape(batch, length, q_width)
         elif name in widths:
             shape = batch, length, widths[name]
         saved.append(x.new_zeros(slots, *shape, dtype=dtype))
@@ -130,7 +130,7 @@ def _forward(how, x, index, saved, given):
     else:
         at = torch.zeros_like(index)
         q, k, v = (tensor[None] for tensor in read)
-    y, log_sums = how.attention.forward(how.options.exclusive_attention, q, k, v, at, given.window, *given.tables)
+    y, log_sums = how.attention.forward(q, k, v, at, given.window, *given.tables)
     y = products.operand(y)
     attended = how.sharding.sum(products.linear(y, weights.attn_o).to(x.dtype))
     gate = layers.gate_of(how.options, weights, layers.ATTENTION, x_in, scale)
@@ -183,8 +183,7 @@ def _backward(how, x, index, d_out, saved, given):
     # instead, here and in the MLP, the micro-step takes 94.8 Mcycles on v6e instead of 90.4.
     d_attn_o = products.of_weight_with(y, gate, d_mid)
     d_y = layers.gated(gate, products.of_input(products.gradient(d_mid, weights.attn_o), weights.attn_o))
-    d_read, d_v, of_attention = _attention_backward(how, index, saved, x_in, products.value(y), d_y.to(x.dtype),
-                                                    given)
+    d_read, d_v, of_attention = _attention_backward(how, index, saved, x_in, y, d_y.to(x.dtype), given)
     d_in = d_mid + d_read
     gradients = of_mlp | of_attention
     gradients["attn_o"] = d_attn_o
@@ -239,8 +238,7 @@ def _attention_backward(how, index, saved, x_in, y, d_y, given):
         q, k, v = (product[None] for product in _queries_keys_values(how, x_in, scale, weights, value))
         if log_sums is not None:
             log_sums = take(log_sums, index)[None]
-    d_q, d_k, d_v = how.attention.backward(how.options.exclusive_attention, q, k, v, at, given.window, log_sums,
-                                           y.to(d_y.dtype), d_y, *given.tables)
+    d_q, d_k, d_v = how.attention.backward(q, k, v, at, given.window, log_sums, d_y, *given.tables)
     if how.options.key_shift:
         d_k = layers.shift_keys_backward(d_k, how.options.head_dim)
     gate = layers.gate_of(how.options, weights, layers.VALUES, x_in, scale)
@@ -255,10 +253,11 @@ def _attention_backward(how, index, saved, x_in, y, d_y, given):
         # sum, because attn_o is linear. Ranks along tensor have other heads, so their sums add up.
         gated_product = v if value is None else v - value
         changes = how.sharding.sums((gated_product.float() * d_v.float()).sum(-1, keepdim=True),
-                                    (y.float() * d_y.float()).sum(-1, keepdim=True))
+                                    (products.value(y).float() * d_y.float()).sum(-1, keepdim=True))
         d_values_gate, d_values_scale = layers.gate_backward(weights, layers.VALUES, x_in, scale, changes[0])
         d_gate, d_scale = layers.gate_backward(weights, layers.ATTENTION, x_in, scale, changes[1])
-        gradients["gate_map"] = of_weight(torch.cat([d_values_gate, d_gate], -1).to(d_y.dtype), x_in)
+        d_gates = torch.cat([d_values_gate, d_gate], -1)
+        gradients["gate_map"] = of_weight(d_gates.to(d_y.dtype), x_in)
         gradients["gate_scale"] = [d_values_scale, d_scale]
         d_scaled = (d_scaled + d_values_gate * weights.gate_map[layers.VALUES]
                     + d_gate * weights.gate_map[layers.ATTENTION])

@@ -59,9 +59,10 @@ def dithered_by_place(x, largest):
 
 
 def _fraction(numbers, step):
-    # In integers, which may overflow: a product of two fp32 numbers near 50,000 would have steps of 1 / 256, so smaller
-    # probabilities than that would be rounded down everywhere.
-    return (numbers * round(step * 2**24) & 2**24 - 1).float() / 2**24
+    """Returns the fractions of numbers × step, fp32, from 0 on and below 1."""
+    # In 24 bits of an integer; what overflows does not change them. In fp32, a product near 50,000 is a multiple of
+    # 1 / 256, so any number below 1 / 256 would be rounded down in every place.
+    return (numbers * round(step * 2**24)).bitwise_and(2**24 - 1).float() / 2**24
 
 
 def _up_or_down(scaled, chance):

@@ -34,8 +34,7 @@ def forward(place, q, *others, max_whole=MAX_WHOLE, **options):
     pallas_parts.rotated_norm, fp32.
     max_whole: the longest sequence that is in VMEM as a whole.
     options: `windows`, the different sizes, ints; empty: all layers see all positions, and place[1] is ignored.
-    `matrix_unit`, the width of the chip's matrix units; `eps`; `is_exclusive`: the output is that of layers.exclusive;
-    `interpret`.
+    `matrix_unit`, the width of the chip's matrix units; `eps`; `interpret`.
     """
     if q.shape[2] <= max_whole:
         return pallas_short.forward(place, q, *others, **options)
@@ -44,8 +43,7 @@ def forward(place, q, *others, max_whole=MAX_WHOLE, **options):
 
 def backward(place, q, *others, max_whole=MAX_WHOLE, **options):
     """Gradients of the layer's q, k and v from that of its output. others: k and v; log_sums, a stack (layers, …) of
-    what `forward` returned; d_out (B, T, H × 128); cos and sin; the output, if it is exclusive. The rest as in
-    `forward`."""
+    what `forward` returned; d_out (B, T, H × 128); cos and sin. The rest as in `forward`."""
     if q.shape[2] <= max_whole:
         return pallas_short.backward(place, q, *others, **options)
     return backward_in_segments(place, q, *others, segment=tiling.segment_of(q.shape[2], max_whole), **options)
@@ -100,7 +98,7 @@ def _clear(*sums):
         total[...] = zero
 
 
-def _forward_kernel(place, refs, *, eps, window, is_exclusive, cases, num_steps):
+def _forward_kernel(place, refs, *, eps, window, cases, num_steps):
     i, j, is_first = _here(place, num_steps)
 
     @pl.when(is_first)
@@ -113,7 +111,8 @@ def _forward_kernel(place, refs, *, eps, window, is_exclusive, cases, num_steps)
 
     def finish(rows, out, sums):  # the pair of a segment with itself is its last
         total = jnp.sum(refs.weight_sum[:, rows] + sums, axis=0, keepdims=True)
-        pallas_short.write_output(rows, refs.out_sum[:, rows] + out, total, refs, is_exclusive)
+        refs.log_sums[0, 0, :, rows] = jnp.log2(total)
+        refs.out[0, rows] = ((refs.out_sum[:, rows] + out) / total).astype(refs.out.dtype).T
 
     for first, last, tiles in cases:
         @pl.when((i - j >= first) & (i - j <= last))
@@ -128,7 +127,7 @@ class _Gradients(pallas_short.Scores):
     def __init__(self, tiles, refs, segment_of_keys, *, is_last, matrix_unit, **options):
         super().__init__(tiles, refs, **options)
         self.j = segment_of_keys
-        self.is_last = is_last  # among the pairs of this segment of queries, when they add gradients
+        self.is_last = is_last  # among the pairs of this segment of queries
         self.is_wide = matrix_unit > HEAD_DIM
         self.means = {}
 
@@ -141,10 +140,6 @@ class _Gradients(pallas_short.Scores):
         if rows.start not in self.means:
             self.means[rows.start] = jnp.sum(self.refs.mean_sum[rows], axis=1, keepdims=True)
         self.compute_d_scores(n, self.means[rows.start])
-
-    def add_to_own(self, positions, value):
-        if self.is_last:
-            self.refs.dv_sum[self.j, :, positions] += value
 
     def add_to_v(self, n):
         tile = self.tiles[n]
@@ -196,7 +191,7 @@ def _backward_kernel(place, refs, *, eps, window, cases, num_steps, matrix_unit)
     for first, last, tiles in cases:
         for is_second in (0, 1):
             @pl.when((i - j >= first) & (i - j <= last) & (adds_gradients == is_second))
-            def _(tiles=tiles, is_second=is_second, is_last=is_second and first == 0):
+            def _(tiles=tiles, is_second=is_second, is_last=first == 0):
                 work(tiles, is_second, is_last)
 
 
@@ -214,21 +209,18 @@ def _tables(cos, sin):
     return {"cos_q": ("q table", cos), "sin_q": ("q table", sin), "cos_k": ("k table", cos), "sin_k": ("k table", sin)}
 
 
-def forward_in_segments(place, q, k, v, cos, sin, *, windows, matrix_unit, eps, segment, is_exclusive=False,
-                        interpret=False):
+def forward_in_segments(place, q, k, v, cos, sin, *, windows, matrix_unit, eps, segment, interpret=False):
     """As `forward`. segment: positions of a segment; it divides the sequence."""
     length = q.shape[2]
     inputs = {"q": ("q stack", q), "k": ("k stack", k), "v": ("k stack", v), **_tables(cos, sin)}
     sums = {"out_sum": ((HEAD_DIM, segment), jnp.float32), "weight_sum": ((8, segment), jnp.float32)}
-    operands = parts.Operands(inputs, parts.forward_results(q, is_exclusive),
-                              parts.forward_scratch(segment, q.dtype) | sums)
+    operands = parts.Operands(inputs, parts.forward_results(q), parts.forward_scratch(segment, q.dtype) | sums)
 
     def call(window):
         pairs = list_pairs(length // segment, segment, window)
         cases = list_cases(pairs, segment, tiling.FORWARD_TILES[matrix_unit], window)
         scores = _scores(pairs, cases)
-        kernel = partial(_forward_kernel, cases=cases, num_steps=len(pairs), eps=eps, window=window,
-                         is_exclusive=is_exclusive)
+        kernel = partial(_forward_kernel, cases=cases, num_steps=len(pairs), eps=eps, window=window)
         return parts.run(kernel, place, operands, segment, (4 * HEAD_DIM * scores, scores), pairs, interpret)
 
     return parts.by_window(call, place[1], length, windows)
@@ -237,18 +229,14 @@ def forward_in_segments(place, q, k, v, cos, sin, *, windows, matrix_unit, eps, 
 def backward_in_segments(place, q, k, v, log_sums, d_out, *tables, windows, matrix_unit, eps, segment, interpret=False):
     """As `backward`. segment: as in forward_in_segments."""
     length = q.shape[2]
-    cos, sin, *exclusive = tables
     inputs = {"q": ("q stack", q), "k": ("k stack", k), "v": ("k stack", v), "log_sums": ("q sums", log_sums),
-              "d_out": ("q head", d_out), **_tables(cos, sin)}
-    if exclusive:
-        inputs |= {"z": ("q head", *exclusive), "own": ("own stack", v)}
+              "d_out": ("q head", d_out), **_tables(*tables)}
     rows = segment, HEAD_DIM
     columns = HEAD_DIM, segment
     all_columns = length // segment, HEAD_DIM, segment
     sums = {"mean_sum": (rows, jnp.float32), "dq_sum": (columns if matrix_unit > HEAD_DIM else rows, jnp.float32),
             "dk_sum": (all_columns, jnp.float32), "dv_sum": (all_columns, jnp.float32)}
-    scratch = parts.backward_scratch(segment, q.dtype, exclusive) | sums
-    operands = parts.Operands(inputs, parts.backward_results(q, k, v), scratch)
+    operands = parts.Operands(inputs, parts.backward_results(q, k, v), parts.backward_scratch(segment, q.dtype) | sums)
 
     def call(window):
         pairs = list_pairs(length // segment, segment, window)

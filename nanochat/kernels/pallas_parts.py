@@ -108,18 +108,9 @@ def minus_columns(x, columns):
     return x - jnp.concatenate([columns] * repeats, axis=1)[:, :x.shape[1]]
 
 
-def without_own(x, own):
-    """Returns x (128, T) without its projection on the position's value, `own`, as layers.exclusive, and the projection
-    as a multiple of the value, (1, T)."""
-    own = own.astype(jnp.float32)
-    part = jnp.sum(x * own, axis=0, keepdims=True) / (jnp.sum(own * own, axis=0, keepdims=True) + 1e-6)
-    return x - part * own, part
-
-
-def log_sums_shape(is_exclusive, batch, length, width):
-    """The shape of the log_sums of one layer, fp32, which the forward pass keeps for the backward pass. If attention
-    is exclusive, the second row is each query's part along its value, see without_own."""
-    return batch, width // HEAD_DIM, 1 + is_exclusive, length
+def log_sums_shape(batch, length, width):
+    """The shape of the log_sums of one layer, fp32, which the forward pass keeps for the backward pass."""
+    return batch, width // HEAD_DIM, 1, length
 
 
 # The layers are one loop, whose body is traced once: a layer's window is a number on the device. But tracing decides
@@ -139,8 +130,7 @@ class Operands(NamedTuple):
     """The operands of a kernel, by names. It gets its blocks, and the scratch, as attributes of one object, `refs`.
 
     An input or a result is (kind, array or its shape). A kind is "SIDE WHAT". SIDE is q or k: a query head and the
-    segment of queries, or the key head that it shares and the segment of keys; or own, that key head and the segment of
-    queries. WHAT is
+    segment of queries, or the key head that it shares and the segment of keys. WHAT is
     - stack: layer place[0] of a stack (layers, B, T, width),
     - head: of an array (B, T, width),
     - sums, or sums stack: of log_sums_shape, or of a stack of them, counted as such in the cost,
@@ -213,7 +203,7 @@ def _block(kind, array, group, segment, first_step):
         *step, place = rest
 
         def head():
-            return h * group + g if side == "q" else h
+            return h if side == "k" else h * group + g
 
         def at():
             return place[first_step + step[0]] if step else 0
@@ -228,17 +218,17 @@ def _block(kind, array, group, segment, first_step):
     if what == "table":
         shape = HEAD_DIM, segment
     elif is_sums:
-        shape = 1, 1, array.shape[-2], segment
+        shape = 1, 1, 1, segment
     else:
         shape = 1, segment, HEAD_DIM
     return pl.BlockSpec((*[1] * is_stack, *shape), index)
 
 
-def forward_results(q, is_exclusive):
+def forward_results(q):
     """The Operands.results of a forward kernel on the stack q: attention's output and the logarithms of its sums."""
-    sums = log_sums_shape(is_exclusive, *q.shape[1:])
+    _, batch, length, width = q.shape
     return {"out": ("q head", jax.ShapeDtypeStruct(q.shape[1:], q.dtype)),
-            "log_sums": ("q sums", jax.ShapeDtypeStruct(sums, jnp.float32))}
+            "log_sums": ("q sums", jax.ShapeDtypeStruct(log_sums_shape(batch, length, width), jnp.float32))}
 
 
 def backward_results(q, k, v):
@@ -255,13 +245,12 @@ def forward_scratch(positions, dtype):
             "v_t": ((HEAD_DIM, positions), dtype)}
 
 
-def backward_scratch(positions, dtype, is_exclusive):
+def backward_scratch(positions, dtype):
     """The scratch of pallas_short.Scores: operands of the products, (T, 128), or (128, T) with the suffix _t, and the
     norms."""
     rows = positions, HEAD_DIM
     columns = HEAD_DIM, positions
-    of_exclusive = {"d_y": (rows, dtype)} if is_exclusive else {}
-    return {**of_exclusive, "q_normed": (rows, dtype), "q_t": (columns, dtype),
+    return {"q_normed": (rows, dtype), "q_t": (columns, dtype),
             "k_normed": (rows, dtype), "k_t": (columns, dtype),
             "v_t": (columns, dtype), "d_out_t": (columns, dtype),
             "normed_t": ((2, *columns), jnp.float32),  # of q and of k, before rounding

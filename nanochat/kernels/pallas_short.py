@@ -79,22 +79,14 @@ class Outputs:
             self.finish(tile.rows, self.outs.pop(tile.rows.start), self.sums.pop(tile.rows.start))
 
 
-def write_output(rows, out, total, refs, is_exclusive):
-    """Writes attention's output at the slice `rows`, and what the backward pass needs, from the sums `out` (128, rows)
-    and `total` (1, rows)."""
-    refs.log_sums[0, 0, :1, rows] = jnp.log2(total)
-    out = out / total
-    if is_exclusive:
-        out, refs.log_sums[0, 0, 1:, rows] = parts.without_own(out, refs.v_t[:, rows])
-    refs.out[0, rows] = out.astype(refs.out.dtype).T
-
-
-def _forward_kernel(place, refs, *, tiles, eps, window, is_exclusive):
+def _forward_kernel(place, refs, *, tiles, eps, window):
     refs.cos_k = refs.cos_q  # queries and keys have the same positions
     refs.sin_k = refs.sin_q
 
     def finish(rows, out, sums):
-        write_output(rows, out, jnp.sum(sums, axis=0, keepdims=True), refs, is_exclusive)
+        total = jnp.sum(sums, axis=0, keepdims=True)
+        refs.log_sums[0, 0, :, rows] = jnp.log2(total)
+        refs.out[0, rows] = (out / total).astype(refs.out.dtype).T
 
     Outputs(tiles, refs, finish, eps=eps, window=window).compute()
 
@@ -104,7 +96,6 @@ class Scores:
 
     refs: q, k and v, their tables, log_sums, d_out, and pallas_parts.backward_scratch. d_weights, the products of d out
     and v, probabilities and d_scores are {number: (queries, keys)}. The last two are rounded for the next products.
-    If attention is exclusive, refs has its output z and the queries' own values, too, and d_out is the gradient of z.
     """
 
     def __init__(self, tiles, refs, *, eps, window):
@@ -113,7 +104,6 @@ class Scores:
         self.eps = eps
         self.window = window
         self.dtype = refs.q.dtype
-        self.is_exclusive = hasattr(refs, "z")
         self.scores = {}
         self.d_weights = {}
         self.probabilities = {}
@@ -142,20 +132,8 @@ class Scores:
         transposed = scaled.T
         refs.q_t[:, chunk] = scaled
         refs.q_normed[chunk] = transposed
-        if self.is_exclusive:
-            self._prepare_exclusive(chunk)
-        else:
-            refs.d_out_t[:, chunk] = refs.d_out[0, chunk].T
-        refs.log_sum_columns[chunk] = parts.in_columns(refs.log_sums[0, 0, 0, :1, chunk])
-
-    def _prepare_exclusive(self, chunk):
-        # With z = y - a v, y's gradient is that of z without its part b along v, and v's is -(a d y + b z).
-        refs = self.refs
-        d_y, d_part = parts.without_own(refs.d_out[0, chunk].astype(jnp.float32).T, refs.own[0, 0, chunk].T)
-        refs.d_out_t[:, chunk] = d_y.astype(self.dtype)
-        refs.d_y[chunk] = d_y.astype(self.dtype).T
-        z = refs.z[0, chunk].astype(jnp.float32).T
-        self.add_to_own(chunk, -(refs.log_sums[0, 0, 0, 1:, chunk] * d_y + d_part * z))
+        refs.d_out_t[:, chunk] = refs.d_out[0, chunk].T
+        refs.log_sum_columns[chunk] = parts.in_columns(refs.log_sums[0, 0, 0, :, chunk])
 
     def compute_scores(self, n):
         tile = self.tiles[n]
@@ -165,8 +143,7 @@ class Scores:
 
     def compute_d_weights(self, n):
         tile = self.tiles[n]
-        d_y = self.refs.d_y[tile.queries] if self.is_exclusive else self.refs.d_out[0, tile.queries]
-        self.d_weights[n] = parts.dot(d_y, self.refs.v_t[:, tile.keys])
+        self.d_weights[n] = parts.dot(self.refs.d_out[0, tile.queries], self.refs.v_t[:, tile.keys])
 
     def compute_probabilities(self, n):
         tile = self.tiles[n]
@@ -244,9 +221,6 @@ class _Gradients(Scores):
             d_q = dq_sum[:, tile.rows] if self.is_wide else dq_sum[tile.rows].T
             write_gradients(tile.rows, d_q, self.refs.dk_sum, self.refs.dv_sum, self.refs)
 
-    def add_to_own(self, positions, value):
-        self._add(self.refs.dv_sum, positions, value)
-
     def _add(self, total, positions, value, axis=1):
         """Adds to a sum, or writes it where it has not been written yet."""
         # Tracing knows the order of the tiles. So the first tile that reaches a chunk writes it, and no sum is cleared
@@ -272,7 +246,6 @@ def _backward_kernel(place, refs, *, tiles, eps, window, matrix_unit, group):
     are queries × keys."""
     refs.cos_k = refs.cos_q  # queries and keys have the same positions
     refs.sin_k = refs.sin_q
-    refs.own = refs.v
     work = _Gradients(tiles, refs, matrix_unit=matrix_unit, eps=eps, window=window)
     if group > 1:  # the query heads of a group follow one another and add to the same gradients of k and v
         for total in (refs.dk_sum, refs.dv_sum):
@@ -292,35 +265,32 @@ def _backward_kernel(place, refs, *, tiles, eps, window, matrix_unit, group):
                           (row, work.compute_d_scores_of_row)])
 
 
-def forward(place, q, k, v, cos, sin, *, windows, matrix_unit, eps, is_exclusive=False, interpret=False):
+def forward(place, q, k, v, cos, sin, *, windows, matrix_unit, eps, interpret=False):
     """As pallas_attention.forward."""
     length = q.shape[2]
     inputs = {"q": ("q stack", q), "k": ("k stack", k), "v": ("k stack", v),
               "cos_q": ("q table", cos), "sin_q": ("q table", sin)}
-    operands = parts.Operands(inputs, parts.forward_results(q, is_exclusive), parts.forward_scratch(length, q.dtype))
+    operands = parts.Operands(inputs, parts.forward_results(q), parts.forward_scratch(length, q.dtype))
 
     def call(window):
         tiles = tiling.list_tiles(length, tiling.FORWARD_TILES[matrix_unit], window)
-        kernel = partial(_forward_kernel, tiles=tiles, eps=eps, window=window, is_exclusive=is_exclusive)
+        kernel = partial(_forward_kernel, tiles=tiles, eps=eps, window=window)
         return parts.run(kernel, place, operands, length, _cost(tiles, products=2), interpret=interpret)
 
     return parts.by_window(call, place[1], length, windows)
 
 
-def backward(place, q, k, v, log_sums, d_out, cos, sin, *exclusive, windows, matrix_unit, eps, interpret=False):
+def backward(place, q, k, v, log_sums, d_out, cos, sin, *, windows, matrix_unit, eps, interpret=False):
     """As pallas_attention.backward."""
     length = q.shape[2]
     group = q.shape[3] // k.shape[3]
     inputs = {"q": ("q stack", q), "k": ("k stack", k), "v": ("k stack", v), "log_sums": ("q sums stack", log_sums),
               "d_out": ("q head", d_out), "cos_q": ("q table", cos), "sin_q": ("q table", sin)}
-    if exclusive:
-        inputs["z"] = "q head", *exclusive
     rows = length, HEAD_DIM
     columns = HEAD_DIM, length
     sums = {"dq_sum": (columns if matrix_unit > HEAD_DIM else rows, jnp.float32),
             "dk_sum": (columns, jnp.float32), "dv_sum": (columns, jnp.float32)}
-    scratch = parts.backward_scratch(length, q.dtype, exclusive) | sums
-    operands = parts.Operands(inputs, parts.backward_results(q, k, v), scratch)
+    operands = parts.Operands(inputs, parts.backward_results(q, k, v), parts.backward_scratch(length, q.dtype) | sums)
 
     def call(window):
         tiles = tiling.list_tiles(length, tiling.BACKWARD_TILES[matrix_unit], window)

@@ -16,7 +16,7 @@ from nanochat.kernels.layer_loop import run_layers
 from nanochat.kernels.products import Plain
 from nanochat.kernels.same_layer import require_same_layer
 from nanochat.kernels.sharded import WHOLE
-from nanochat.model.layers import NORM_EPS, Kernels, apply_rotary, exclusive, norm, split_heads
+from nanochat.model.layers import NORM_EPS, Kernels, apply_rotary, norm, split_heads
 
 
 def get_kernels(name, interpret, sharding, chunk_tokens, products):
@@ -61,24 +61,23 @@ def get_kernels(name, interpret, sharding, chunk_tokens, products):
 # Attention, see gpt_layer.AttentionByHand
 
 
-def _attend(is_exclusive, q, k, v, window, cos, sin):
+def _attend(q, k, v, window, cos, sin):
     """Attention's output (B, T, H × head_dim) from the products (B, T, heads × head_dim) of one layer."""
     rotary = cos.to(q.dtype), sin.to(q.dtype)
     head_dim = 2 * cos.size(1)
     q = norm(apply_rotary(split_heads(q, head_dim), *rotary))
     k = norm(apply_rotary(split_heads(k, head_dim), *rotary))
-    y = plain.attention(q, k, split_heads(v, head_dim), window).transpose(1, 2).flatten(2)
-    return exclusive(y, v, head_dim) if is_exclusive else y
+    return plain.attention(q, k, split_heads(v, head_dim), window).transpose(1, 2).flatten(2)
 
 
-def _forward_of_layer(is_exclusive, q, k, v, index, window, *tables):
-    return _attend(is_exclusive, take(q, index), take(k, index), take(v, index), window, *tables), None
+def _forward_of_layer(q, k, v, index, window, *tables):
+    return _attend(take(q, index), take(k, index), take(v, index), window, *tables), None
 
 
-def _backward_of_layer(is_exclusive, q, k, v, index, window, log_sums, y, d_y, *tables):
+def _backward_of_layer(q, k, v, index, window, log_sums, d_y, *tables):
     with torch.enable_grad():
         inputs = [take(stack, index).detach().requires_grad_() for stack in (q, k, v)]
-        return torch.autograd.grad(_attend(is_exclusive, *inputs, window, *tables), inputs, d_y)
+        return torch.autograd.grad(_attend(*inputs, window, *tables), inputs, d_y)
 
 
 PYTORCH_ATTENTION = AttentionByHand(_forward_of_layer, _backward_of_layer)
@@ -107,18 +106,16 @@ _cached_partial = cache(partial)
 def _pallas_attention(interpret, matrix_unit, max_whole, windows):
     from nanochat.kernels import pallas_attention, pallas_parts
 
-    def call(function, index, window, *arrays, **others):
-        options = {**others, "eps": NORM_EPS, "windows": windows, "matrix_unit": matrix_unit, "max_whole": max_whole,
+    def call(function, index, window, *arrays):
+        options = {"eps": NORM_EPS, "windows": windows, "matrix_unit": matrix_unit, "max_whole": max_whole,
                    "interpret": interpret}
         place = torch.stack([index, torch.zeros_like(index) if window is None else window])
         return jax_call(_cached_partial(function, **options), place, *arrays)
 
-    def forward(is_exclusive, q, k, v, index, window, *tables):
-        return call(pallas_attention.forward, index, window, q, k, v, *tables, is_exclusive=is_exclusive)
+    def forward(q, k, v, index, window, *tables):
+        return call(pallas_attention.forward, index, window, q, k, v, *tables)
 
-    def backward(is_exclusive, q, k, v, index, window, log_sums, y, d_y, *tables):
-        if is_exclusive:
-            tables = *tables, y
+    def backward(q, k, v, index, window, log_sums, d_y, *tables):
         return call(pallas_attention.backward, index, window, q, k, v, log_sums, d_y, *tables)
 
     matmul = torch.matmul if interpret else row_major_matmul

@@ -31,7 +31,6 @@ class GPTConfig:
     short_window: int = flag(None, "positions that an S layer sees; default: a quarter of --max_seq_len, rounded up to "
                              "a multiple of 128", at_least=2, at_most=2**20, unset=-1)
     key_shift: bool = flag(True, "half of each head's key channels come from the previous position")
-    exclusive_attention: bool = flag(False, "attention's output leaves out its part along the position's own value")
     softcap: float = flag(15.0, "bound of the logits; 0: none", at_least=1, at_most=1e4, unset=0)
     layer_gates: bool = flag(True, "learned, token-dependent gates scale values and what attention and MLP add")
     value_embeddings: str = flag("shared", "learned per-token vectors that every second layer adds to attention's "

@@ -19,7 +19,6 @@ class LayerOptions:
     head_dim: int
     layer_gates: bool = False  # see gate_of
     key_shift: bool = False  # see shift_keys
-    exclusive_attention: bool = False  # see exclusive
 
     @classmethod
     def of(cls, config):
@@ -127,16 +126,6 @@ def _keeps_place(k, head_dim):
     return torch.arange(k.size(-1), device=k.device) % (head_dim // 2) < (head_dim // 2 + 1) // 2
 
 
-def exclusive(y, v, head_dim):
-    """Returns attention's output y (B, T, H × head_dim) without each head's projection on the position's own value, v
-    (B, T, H_kv × head_dim). So attention adds only what the position does not say itself (arXiv 2603.09078)."""
-    dtype = torch.promote_types(y.dtype, torch.float32)
-    own = v.unflatten(-1, (-1, 1, head_dim)).to(dtype)  # (B, T, H_kv, 1, head_dim)
-    heads = y.unflatten(-1, (own.size(2), -1, head_dim)).to(dtype)  # (B, T, H_kv, H / H_kv, head_dim)
-    part = (heads * own).sum(-1, keepdim=True) / (own.square().sum(-1, keepdim=True) + 1e-6)
-    return (heads - part * own).flatten(2).to(y.dtype)
-
-
 def split_heads(x, head_dim):
     """Turns (B, T, H × head_dim) into (B, H, T, head_dim)."""
     return x.unflatten(-1, (-1, head_dim)).transpose(1, 2)
@@ -235,12 +224,11 @@ def gpt_layer(options, x, x0, weights, rotary, text, value=None, products=PLAIN)
         v = v + value
     q = split_heads(q, options.head_dim)  # (B, H, T, head_dim)
     k = split_heads(k, options.head_dim)
+    v = split_heads(v, options.head_dim)
     q = norm(apply_rotary(q, *rotary))  # QK-norm
     k = norm(apply_rotary(k, *rotary))
-    y = text.attend(q, k, split_heads(v, options.head_dim)).transpose(1, 2).flatten(2)  # (B, T, H × head_dim)
-    if options.exclusive_attention:
-        y = exclusive(y, v, options.head_dim)
-    attended = products.linear(y, w.attn_o)
+    y = text.attend(q, k, v)
+    attended = products.linear(y.transpose(1, 2).flatten(2), w.attn_o)
     x = x + gated(gate_of(options, w, ATTENTION, normed), attended)
     normed = norm(x)
     gate = gate_of(options, w, MLP, normed)

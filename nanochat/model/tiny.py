@@ -16,7 +16,7 @@ def tiny_gpt(kernels, known):
     """Returns the GPT. Its weights look random and are the same on every machine. known: the names of the LayerOptions
     that the copy computes; it refuses the others elsewhere, so they are off here."""
     options = {field.name: False for field in fields(LayerOptions) if field.name != "head_dim"}
-    options |= {name: True for name in ("key_shift", "layer_gates", "exclusive_attention") if name in known}
+    options |= {name: True for name in ("key_shift", "layer_gates") if name in known}
     config = GPTConfig(vocab_size=7, max_seq_len=IDS.size(1), n_layer=3, n_embd=8, n_head=2, n_kv_head=1,
                        window_pattern="SL", short_window=3, value_embeddings="own", softcap=1.0, rotary_base=10_000.0,
                        **options)

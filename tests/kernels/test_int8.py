@@ -16,8 +16,7 @@ from nanochat.model.gpt import GPT
 from nanochat.model.layers import IGNORE_INDEX
 from nanochat.model.logit_cap import LogitCap
 
-CONFIG = GPTConfig(n_layer=3, n_embd=128, n_head=2, n_kv_head=1, vocab_size=64, max_seq_len=32,
-                   exclusive_attention=True)
+CONFIG = GPTConfig(n_layer=3, n_embd=128, n_head=2, n_kv_head=1, vocab_size=64, max_seq_len=32)
 CAP = LogitCap(15.0)
 
 

@@ -18,7 +18,7 @@ from nanochat.model.weights import layer_weights, shapes
 LAYERS, BATCH, TIME, WIDTH, HEADS, KV_HEADS = 3, 2, 6, 16, 2, 1
 TABLES = rotary_tables(torch.arange(TIME), WIDTH // HEADS)
 PLAIN = LayerOptions(WIDTH // HEADS)
-ALL = LayerOptions(WIDTH // HEADS, layer_gates=True, key_shift=True, exclusive_attention=True)
+ALL = LayerOptions(WIDTH // HEADS, layer_gates=True, key_shift=True)
 CONFIG = GPTConfig(vocab_size=8, n_layer=LAYERS, n_embd=WIDTH, n_head=HEADS, n_kv_head=KV_HEADS,
                    value_embeddings="own")
 

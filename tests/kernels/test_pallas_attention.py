@@ -14,21 +14,17 @@ from nanochat.model.layers import NORM_EPS, apply_rotary, norm, rotary_tables, s
 DIM = 128
 
 
-def in_float64(q, k, v, d_out, window, is_exclusive=False):
+def in_float64(q, k, v, d_out, window):
     """Output and gradients of the same attention by autograd, from bfloat16 or fp32 numbers in float64."""
     q, k, v = (x.double().requires_grad_() for x in (q, k, v))
     rotary = [table.double() for table in rotary_tables(torch.arange(q.size(1)), DIM)]
     heads = [norm(apply_rotary(split_heads(x, DIM), *rotary)) for x in (q, k)]
     out = plain.attention(*heads, split_heads(v, DIM), window).transpose(1, 2).flatten(2)
-    if is_exclusive:
-        own = split_heads(v, DIM).repeat_interleave(out.size(-1) // v.size(-1), 1).transpose(1, 2)  # (B, T, H, 128)
-        part = (out.view_as(own) * own).sum(-1, keepdim=True) / ((own * own).sum(-1, keepdim=True) + 1e-6)
-        out = (out.view_as(own) - part * own).flatten(2)
     return out.detach(), *torch.autograd.grad(out, (q, k, v), d_out.double())
 
 
 def by_pallas(q, k, v, d_out, window, matrix_unit, kernels=(pallas_attention.forward, pallas_attention.backward),
-              is_exclusive=False, **options):
+              **options):
     """The same by the kernels, from the second layer of a stack."""
     def to_jax(x):
         if x.dtype == torch.bfloat16:
@@ -41,10 +37,9 @@ def by_pallas(q, k, v, d_out, window, matrix_unit, kernels=(pallas_attention.for
                     interpret=True)
     place = jax.numpy.asarray([1, window or 0], "int32")
     forward, backward = kernels
-    out, log_sums = jax.jit(partial(forward, is_exclusive=is_exclusive, **options))(place, *stacks, *tables)
-    more = [out] if is_exclusive else []
+    out, log_sums = jax.jit(partial(forward, **options))(place, *stacks, *tables)
     gradients = jax.jit(partial(backward, **options))(
-        place, *stacks, jax.numpy.stack([log_sums * jax.numpy.nan, log_sums]), to_jax(d_out), *tables, *more)
+        place, *stacks, jax.numpy.stack([log_sums * jax.numpy.nan, log_sums]), to_jax(d_out), *tables)
     return [torch.from_numpy(np.array(x.astype("float32"))) for x in (out, *gradients)]
 
 
@@ -61,11 +56,9 @@ slow = pytest.mark.slow
     (12, 2, 1, None, 128), (12, 1, 1, 6, 256), (384, 2, 1, None, 256),
     *(pytest.param(*shape, matrix_unit, marks=slow) for matrix_unit in (128, 256)
       for shape in ((640, 1, 1, None), (640, 2, 1, 200), (1280, 1, 1, 640), (1536, 1, 1, 384)))])
-@pytest.mark.parametrize("is_exclusive", [False, True])
-def test_output_and_gradients_are_those_of_float64(length, heads, kv_heads, window, matrix_unit, is_exclusive):
+def test_output_and_gradients_are_those_of_float64(length, heads, kv_heads, window, matrix_unit):
     operands = some_operands(length, heads, kv_heads, torch.float32)
-    for found, exact in zip(by_pallas(*operands, window, matrix_unit, is_exclusive=is_exclusive),
-                            in_float64(*operands, window, is_exclusive), strict=True):
+    for found, exact in zip(by_pallas(*operands, window, matrix_unit), in_float64(*operands, window), strict=True):
         torch.testing.assert_close(found.double(), exact, rtol=0, atol=1e-5 * float(exact.abs().max()))
 
 
@@ -74,12 +67,11 @@ def test_output_and_gradients_are_those_of_float64(length, heads, kv_heads, wind
     *(pytest.param(*shape, marks=slow) for shape in (
         (768, 1, 1, None, 128), (768, 2, 1, 600, 128), (1024, 1, 1, 256, 256), (1024, 1, 1, 300, 256),
         (768, 1, 1, 100, 128)))])
-@pytest.mark.parametrize("is_exclusive", [False, True])
-def test_in_segments_they_are_those_of_float64_too(length, heads, kv_heads, window, matrix_unit, is_exclusive):
+def test_in_segments_they_are_those_of_float64_too(length, heads, kv_heads, window, matrix_unit):
     operands = some_operands(length, heads, kv_heads, torch.float32)
     in_segments = pallas_attention.forward_in_segments, pallas_attention.backward_in_segments
-    by_segments = by_pallas(*operands, window, matrix_unit, in_segments, is_exclusive, segment=256)
-    for found, exact in zip(by_segments, in_float64(*operands, window, is_exclusive), strict=True):
+    by_segments = by_pallas(*operands, window, matrix_unit, in_segments, segment=256)
+    for found, exact in zip(by_segments, in_float64(*operands, window), strict=True):
         torch.testing.assert_close(found.double(), exact, rtol=0, atol=1e-5 * float(exact.abs().max()))
 
 

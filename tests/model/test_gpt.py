@@ -19,7 +19,6 @@ from nanochat.model.layers import IGNORE_INDEX, LayerOptions
 PLAIN = dict(window_pattern="L", layer_gates=False, value_embeddings="off")
 TINY = dict(vocab_size=61, max_seq_len=12, n_layer=3, n_embd=32, n_head=4, n_kv_head=4, **PLAIN)
 SHARED = {"value_embeddings": "shared"}
-EXCLUSIVE = {"exclusive_attention": True}
 
 
 def build(config, kernel="current", device_type="cpu", chunk_tokens=None, **kwargs):
@@ -81,10 +80,7 @@ def reference_logits(model, ids):
                     first = max(0, t - window + 1) if window else 0
                     query = rms(rotate(q[t, mine], t))
                     scores = torch.stack([query @ rms(rotate(k[s, shared], s)) for s in range(first, t + 1)])
-                    y = torch.softmax(scores / math.sqrt(c.head_dim), 0) @ v[first:t + 1, shared]
-                    if c.exclusive_attention:
-                        y -= (y @ v[t, shared]) / (v[t, shared] @ v[t, shared] + 1e-6) * v[t, shared]
-                    attended[t, mine] = y
+                    attended[t, mine] = torch.softmax(scores / math.sqrt(c.head_dim), 0) @ v[first:t + 1, shared]
             x = x + gate(layer, 1, h) * (attended @ w["attn_o"][layer].T)
             h = rms(x)
             x = x + gate(layer, 2, h) * (F.relu(h @ w["mlp_in"][layer].T).square() @ w["mlp_out"][layer].T)
@@ -96,9 +92,8 @@ def reference_logits(model, ids):
 @pytest.mark.parametrize("overrides", [{}, {"key_shift": False}, {"n_kv_head": 2},
                                        {"n_kv_head": 1, "window_pattern": "SSL", "short_window": 6},
                                        {"layer_gates": True},
-                                       {"n_kv_head": 2, "value_embeddings": "own"}, SHARED, EXCLUSIVE,
-                                       {"n_layer": 3, "value_embeddings": "own", "layer_gates": True},
-                                       {"n_kv_head": 2, "value_embeddings": "own", "layer_gates": True, **EXCLUSIVE}])
+                                       {"n_kv_head": 2, "value_embeddings": "own"}, SHARED,
+                                       {"n_layer": 3, "value_embeddings": "own", "layer_gates": True}])
 def test_logits_equal_an_independent_reference(overrides):
     config = GPTConfig(**{**TINY, **overrides})
     model, ids = build(config), some_ids(config)
@@ -143,8 +138,7 @@ def test_every_kernel_gives_the_same_losses_and_gradients(kernel, activation_che
     monkeypatch.setattr(on_cpu, "BLOCK_QUERIES", 5)
     config = GPTConfig(vocab_size=61, max_seq_len=12, n_layer=3, n_embd=256, n_head=2, n_kv_head=1,
                        window_pattern="SL", short_window=6, softcap=softcap, key_shift=values != "off",
-                       layer_gates=values == "own", exclusive_attention=values == "own", value_embeddings=values,
-                       ngram_rows=64 * (values == "shared"))
+                       layer_gates=values == "own", value_embeddings=values, ngram_rows=64 * (values == "shared"))
     ids, targets = some_ids(config), some_ids(config, seed=5)
     targets[0, 3] = IGNORE_INDEX
     reference = build(config)
@@ -196,7 +190,7 @@ def test_a_layer_that_no_kernel_knows_by_hand_has_the_same_losses_and_gradients(
 
 
 @pytest.mark.parametrize("options", [{}, {"key_shift": False}, {"layer_gates": True}, {"value_embeddings": "own"},
-                                     SHARED, {"ngram_rows": 64}, EXCLUSIVE])
+                                     SHARED, {"ngram_rows": 64}])
 def test_cached_hidden_states_equal_uncached_ones(options):
     config = GPTConfig(**{**TINY, "n_kv_head": 2, "window_pattern": "SL", **options})
     model, ids = build(config), some_ids(config)
