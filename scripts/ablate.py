@@ -21,7 +21,7 @@ from pathlib import Path
 
 from nanochat.analysis.figures import require_packages
 from nanochat.analysis.history import read_run
-from nanochat.analysis.results import curve_of, has_result, write_results
+from nanochat.analysis.results import curve_of, finish_or_reopen, write_results
 from nanochat.analysis.running import STOPPED, chip_seconds_per_token, run_trial, stop_on_sigterm
 from nanochat.analysis.summary import format_table
 from nanochat.analysis.trials import read_trials, require_same_flags
@@ -72,7 +72,7 @@ def run_all(trials, accelerator, folder):
         # The trial has saved and can resume. Whoever stopped it, the same command begins with it again.
         if status == STOPPED:
             raise KeyboardInterrupt
-        if status or not has_result(trial):
+        if status or not finish_or_reopen(trial):
             num_failed += 1
             print(f"warning: {trial.variant}, seed {trial.seed} ended with status {status}: see {log_path}", flush=True)
         else:

@@ -103,8 +103,9 @@ def curve_of(trial):
     return Curve(trial.seed, bits_per_byte, run.work(steps), seconds, trial.notes().get("cpu_s"), solutions)
 
 
-def has_result(trial):
-    """Returns whether a run that has ended has its last evaluation. If not, the same command repeats that."""
+def finish_or_reopen(trial):
+    """Returns whether a run that has ended is finished, with its last evaluation. A run without it counts as unfinished
+    from now on, so that the same command repeats the evaluation."""
     if not trial.is_finished():
         return False
     try:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from nanochat.analysis.results import has_result
+from nanochat.analysis.results import finish_or_reopen
 from nanochat.analysis.running import chip_seconds_per_token
 from nanochat.analysis.trials import read_trials
 from nanochat.checkpoint.saver import save_checkpoint
@@ -144,11 +144,11 @@ def test_finished_runs_are_not_repeated_and_their_differences_are_told(write_tab
 def test_a_run_whose_last_evaluation_was_skipped_is_repeated(write_table):
     trial = read_trials(write_table(num_iterations=6))[0]
     finish(trial)
-    assert has_result(trial)
+    assert finish_or_reopen(trial)
     records = trial.directory / "metrics.jsonl"
     lines = records.read_text().splitlines(keepends=True)
     records.write_text("".join(line for line in lines if json.loads(line)["step"] < 6 or "val_bpb" not in line))
-    assert not has_result(trial) and not trial.is_finished()
+    assert not finish_or_reopen(trial) and not trial.is_finished()
 
 
 def test_a_run_of_the_same_name_with_other_flags_is_refused(write_table):
