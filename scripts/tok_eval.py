@@ -111,28 +111,25 @@ def find_entrants(tokenizer_dir):
     tokenizer = load_tokenizer(tokenizer_dir)
     print(f"ours: {tokenizer.n_vocab} tokens, sha256 {tokenizer.sha256}", flush=True)
     print(f"fetching OpenAI's vocabularies, for up to {FETCH_S} s", flush=True)
-    fetched = []
-    errors = []
+    entrants = []
+    problems = [f"it has not ended after {FETCH_S} s"]
 
     def fetch():
         try:
             for name in OPENAI:
-                fetched.append(tiktoken.get_encoding(name))
+                encoding = tiktoken.get_encoding(name)
+                entrants.append(Entrant(name, functools.partial(encode_text, encoding), encoding.decode_bytes))
         except Exception as error:
-            errors.append(error)
+            problems.append(" ".join(str(error).split())[:200])
 
     thread = threading.Thread(target=fetch, name="fetch", daemon=True)  # abandoned if it does not end
     thread.start()
     thread.join(FETCH_S)
-    entrants = []
-    for encoding in tuple(fetched):
-        entrants.append(Entrant(encoding.name, functools.partial(encode_text, encoding), encoding.decode_bytes))
-    if len(entrants) < len(OPENAI):
-        errors.append(f"it has not ended after {FETCH_S} s")  # the reason, if it is the first
-        reason = " ".join(str(errors[0]).split())[:200]
-        print(f"without {' and '.join(OPENAI[len(entrants):])}, which tiktoken cannot fetch ({reason}): connect to the "
-              "internet, or copy its cache to $TIKTOKEN_CACHE_DIR", flush=True)
-    return [*entrants, Entrant("ours", tokenizer.encode_to_numpy, tokenizer.decode_bytes)]
+    fetched = entrants[:]  # the thread may go on
+    if len(fetched) < len(OPENAI):
+        print(f"without {' and '.join(OPENAI[len(fetched):])}, which tiktoken cannot fetch ({problems[-1]}): connect "
+              "to the internet, or copy its cache to $TIKTOKEN_CACHE_DIR", flush=True)
+    return [*fetched, Entrant("ours", tokenizer.encode_to_numpy, tokenizer.decode_bytes)]
 
 
 def main(argv=None):

@@ -133,16 +133,10 @@ def _mixture_of(table, folder):
         if not any(stage.weights[place] for stage in mixture.stages):
             raise BadInput(f"source {name} has no weight at any time: give it one, or leave it out")
     for stage in mixture.stages:
-        _require_endless(stage, mixture.sources)
+        if all(source.epochs < math.inf for source, weight in zip(found, stage.weights, strict=True) if weight):
+            raise BadInput(f"each source of the stage from = {stage.begin} has epochs: leave epochs out for one of "
+                           "them, which then takes the rows of those that have ended")
     return mixture
-
-
-def _require_endless(stage, sources):
-    for source, weight in zip(sources, stage.weights, strict=True):
-        if weight and source.epochs == math.inf:
-            return
-    raise BadInput(f"each source of the stage from = {stage.begin} has epochs: leave epochs out for one of them, which "
-                   "then takes the rows of those that have ended")
 
 
 def _source_of(name, source, folder):

@@ -110,18 +110,14 @@ def list_shards(data_dir=None, split="train", cache_gb=CACHE_GB):
                            "there with gcloud storage cp")
         return sorted(files, key=lambda file: (file.name, str(file).split("/")))
     data_dir = Path(data_dir) if data_dir else get_base_dir() / DEFAULT_DIRS[split]
+    advice = "make some with python3 -m scripts.prepare_data, or name a directory that has it"
     try:
-        paths = _data_in(data_dir, "*.parquet") or _data_in(data_dir, "*/*.parquet")
         next(data_dir.iterdir(), None)  # raises for a folder that must not be read, where glob finds nothing
-    except (FileNotFoundError, NotADirectoryError):
-        paths = []
+        paths = _data_in(data_dir, "*.parquet") or _data_in(data_dir, "*/*.parquet")
     except OSError as error:
-        raise BadInput(f"{split} data: {data_dir} cannot be read ({error.strerror}): give yourself the right to read "
-                       "it, or name another directory") from None
+        raise BadInput(f"no {split} data: {data_dir} cannot be read ({error.strerror}): {advice}") from None
     if not paths:
-        why = "has no *.parquet file in it" if data_dir.is_dir() else "is not a directory"
-        raise BadInput(f"no {split} data: {data_dir} {why}; make some with python3 -m scripts.prepare_data, "
-                       "or name a directory that has it")
+        raise BadInput(f"no {split} data: {data_dir} has no *.parquet file in it: {advice}")
     return sorted(paths, key=lambda path: (path.name, path))
 
 

@@ -238,8 +238,7 @@ def load_tokenizer(tokenizer_dir=None):
             raise BadInput(f"{directory} cannot be read ({error.strerror}): give yourself the right to read it, or "
                            "name another with --tokenizer_dir") from None
         if VOCABULARY_FILE not in there and _is_huggingface(directory / CONFIG_FILE):
-            return _load(directory / CONFIG_FILE, _read_huggingface, "move it away to use the shipped one, or name "
-                         "another with --tokenizer_dir")
+            return _load(directory / CONFIG_FILE, _read_huggingface)
         if VOCABULARY_FILE in there or CONFIG_FILE in there:
             return _load(directory, _read_files)
         if PICKLE_FILE in there:
@@ -258,12 +257,13 @@ def check_tokenizer(tokenizer, vocab_size=None, sha256=None):
                        "name the tokenizer of the model's training with --tokenizer_dir")
 
 
-def _load(path, read, advice="copy it again"):
+def _load(path, read):
     try:
         return read(path)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         reason = " ".join(f"{type(error).__name__} {error}".split()).removeprefix("ValueError ")
-        raise BadInput(f"the tokenizer in {path} cannot be loaded ({reason}): {advice}") from None
+        raise BadInput(f"the tokenizer in {path} cannot be loaded ({reason}): copy it again, or name another with "
+                       "--tokenizer_dir") from None
 
 
 def _read_huggingface(path):

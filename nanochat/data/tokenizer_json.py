@@ -6,7 +6,7 @@ to give the same ids is accepted.
 """
 import json
 import re
-from heapq import heapify, heappop, heappush
+from itertools import pairwise
 
 # The split of GPT-2, which ByteLevel makes unless a Split does (tokenizers, src/pre_tokenizers/byte_level.rs)
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -20,6 +20,8 @@ ALIKE = re.compile(
     rf"(?:{_CHARACTER}|\(\?(?::|[=!])|\(\?i:(?![^)]*s[st])['sdmtlvre|\[\]]+\)|\((?!\?)|[)|.]|"
     rf"\[\^?(?:{_CHARACTER}|(?!&&|--|~~)[^\\\[\]])+\]|"
     r"\{\d+(?:,\d*)?\}(?![?*+{])|[?*+][?+]?(?![?*+{])|[^\\^$.\[\](){}|?*+])+")
+
+LONGEST = 1000  # bytes of a token: last_pair is quadratic, and real vocabularies have up to a few hundred
 
 # Other names of nanochat's special tokens in Hugging Face's models; the first that is present counts.
 _OTHER_NAMES = {
@@ -116,6 +118,7 @@ def _ranks(vocabulary, special_ids):
         if number not in special_ids:
             _require(token and all(character in byte_of for character in token),
                      f"its token {token!r} is not of bytes, so it is not byte-level")
+            _require(len(token) <= LONGEST, f"its token {token[:20]!r}… has more than {LONGEST} bytes")
             ranks[_bytes_of(token, byte_of)] = number
     return ranks
 
@@ -148,26 +151,12 @@ def _check_merges(ranks, merges):
 
 def last_pair(token, rank, ranks):
     """Returns the parts of a token after merging all pairs of a lower rank than its own, the leftmost lowest first."""
-    # The parts are a linked list in two arrays, so that a merge touches its neighbours only, and a heap has the pair to
-    # merge next. Looking through all parts for each merge would be quadratic in the length of the token.
-    size = len(token)
-    end = list(range(1, size + 1))  # of the part that begins at each place; 0 if none does
-    before = list(range(-1, size))  # where the part before it begins
-    waiting = [(ranks[token[i:i + 2]], i) for i in range(size - 1) if ranks.get(token[i:i + 2], rank) < rank]
-    heapify(waiting)
-    n_parts = size
-    while waiting and n_parts > 2:
-        lowest, i = heappop(waiting)
-        middle = end[i]
-        # A pair is there no longer once one of its parts has been merged.
-        if not 0 < middle < size or ranks.get(token[i:end[middle]]) != lowest:
-            continue
-        end[i], end[middle] = end[middle], 0
-        n_parts -= 1
-        for first, second in ((before[i], i), (i, end[i])):
-            if first >= 0 and second < size:
-                before[second] = first
-                if (found := ranks.get(token[first:end[second]], rank)) < rank:
-                    heappush(waiting, (found, first))
-    begins = [i for i in range(size) if end[i]]
-    return tuple(token[i:end[i]] for i in begins)
+    parts = [token[i:i + 1] for i in range(len(token))]
+    while len(parts) > 2:
+        found = [ranks.get(left + right, rank) for left, right in pairwise(parts)]
+        lowest = min(found)
+        if lowest >= rank:
+            break
+        i = found.index(lowest)
+        parts[i:i + 2] = [parts[i] + parts[i + 1]]
+    return tuple(parts)

@@ -21,8 +21,6 @@ from nanochat.model.gpt import GPT
 from nanochat.model.parts import Parts
 from nanochat.model.weights import shapes
 
-QUANTIZATIONS = ("none", "int8")
-
 
 @dataclass(frozen=True)
 class CheckpointFlags(TokenizerFlags):
@@ -35,7 +33,8 @@ class CheckpointFlags(TokenizerFlags):
 @dataclass(frozen=True)
 class ModelFlags(CheckpointFlags):
     """Which model a script completes text with, and the device."""
-    quantize: str = flag("none", "int8: less than half the memory, several times the speed, on the CPU")
+    quantize: str = flag("none", "int8: less than half the memory, several times the speed, on the CPU",
+                         choices=("none", "int8"))
 
 
 def load_language_meta(path):
@@ -74,7 +73,8 @@ def load_model(path, dist, *, tokenizer_dir=None, kernel="auto", quantize="none"
     divides the weights, this rank's parts are loaded. Raises BadInput if the weights are damaged or were replaced, or
     the tokenizer differs from the one of training.
     """
-    _require_quantization(quantize, dist.device_type)
+    if quantize == "int8":
+        _require_int8(dist.device_type)
     meta = load_language_meta(path)
     problem = find_problem(path, weights_only=True)
     if problem:
@@ -107,12 +107,9 @@ def load_model(path, dist, *, tokenizer_dir=None, kernel="auto", quantize="none"
     return model, tokenizer, meta
 
 
-def _require_quantization(quantize, device_type):
-    """Raises BadInput unless models can be quantized so on this type of device."""
-    if quantize not in QUANTIZATIONS:
-        raise BadInput(f"--quantize={quantize} is unknown: choose {' or '.join(QUANTIZATIONS)}")
-    if quantize == "int8" and device_type != "cpu":
+def _require_int8(device_type):
+    """Raises BadInput unless models run in 8 bits on this type of device."""
+    if device_type != "cpu":
         raise BadInput(f"--quantize=int8 is for the CPU, not for {device_type}: leave it out, or add "
                        "--device_type=cpu")
-    if quantize == "int8":
-        require_same_model()
+    require_same_model()

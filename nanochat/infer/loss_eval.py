@@ -76,27 +76,18 @@ def _require_none(num_failed, loader):
         raise NotRead(loader.problem or "another rank cannot read the text")
 
 
-def never():
-    """Returns whether to cut an evaluation short: no."""
-    return False
-
-
-def all_text(rows):
-    """Returns rows as they are, and which of their tokens count: all text."""
-    return rows, rows != PADDING
-
-
 # Bits per byte = sum of the tokens' losses / (ln 2 × sum of the tokens' bytes). Special tokens stand for no text and
 # count in neither sum.
 @torch.no_grad()
-def bits_per_byte(model, loader, token_bytes, dist, is_cut_short=never, view=all_text, copies=1):
+def bits_per_byte(model, loader, token_bytes, dist, is_cut_short=None, view=None, copies=1):
     """Returns the Evaluation of the rows of `loader`, the same text for every world size.
 
     model: called as model(ids, targets) -> losses, in nats
     loader: a new DataLoader of this rank, with `num_rows`, or HeldOutRows
     token_bytes: int32 (vocabulary,), on the CPU, the bytes of each token
-    is_cut_short(): called for each batch; once it returns True, on all ranks before the same batch, the result is None
-    view(rows): returns the rows that the model sees, and which of their tokens count, bool; all (B, T + 1)
+    is_cut_short(), if given: called for each batch; once it returns True, on all ranks before the same batch, the
+        result is None
+    view(rows), if given: returns the rows that the model sees, and which of their tokens count, bool; all (B, T + 1)
     copies: how many ranks read each row
 
     Raises NotRead, on all ranks, if one of them has HeldOutRows with a problem.
@@ -104,9 +95,12 @@ def bits_per_byte(model, loader, token_bytes, dist, is_cut_short=never, view=all
     nats = torch.zeros((), device=dist.device)
     num_bytes = 0
     for batch in loader:
-        if is_cut_short():
+        if is_cut_short and is_cut_short():
             return None
-        rows, counts = view(torch.as_tensor(batch.rows))  # (B, T + 1)
+        rows = torch.as_tensor(batch.rows)  # (B, T + 1)
+        counts = rows != PADDING
+        if view:
+            rows, counts = view(rows)
         rows = rows.clamp(min=0)
         targets = rows[:, 1:].clone()
         sizes = token_bytes[targets] * counts[:, 1:]

@@ -5,55 +5,47 @@ import torch.nn.functional as F
 from nanochat.device.programs import one_program
 from nanochat.infer.quantize import Int8GPT
 from nanochat.infer.sample import never_stop
+from nanochat.model.config import in_whole
 from nanochat.model.gpt import KVCache
 from nanochat.model.layers import causal_mask
 from nanochat.model.ngrams import BEFORE
 
 BLOCK = 64  # positions to read at a time
 ROWS = 4  # see BlockCache
+STACKS = ("keys", "values", "befores", "tokens")  # of a KVCache
 MIN_PREFILL_LEN = 64  # on XLA
 
 
 # A position in the n-th block of 64 attends to the first n blocks, with later positions masked, in products whose rows
 # are a multiple of 4. So its result is the same to the last bit whether it is read alone or among others: MKL adds in
 # another order for other lengths, and for 1 to 3 rows. Rounding to 8 bits would amplify a difference in the last bit.
-class BlockCache:
-    """Keys and values of each layer, (B, H_kv, max_len, head_dim), `befores` and `tokens`, as in KVCache, written in
-    place."""
+class BlockCache(KVCache):
+    """A KVCache that is written in place. Positions are slices."""
 
     def __init__(self, config, batch_size, dtype, device):
-        max_len = -(-config.max_seq_len // BLOCK) * BLOCK
-        whole = KVCache(config, batch_size, max_len, dtype, device)
-        self.keys = whole.keys
-        self.values = whole.values
-        self.befores = whole.befores
-        self.tokens = whole.tokens
+        max_len = in_whole(config.max_seq_len, BLOCK)
+        super().__init__(config, batch_size, max_len, dtype, device)
         self._everywhere = torch.arange(max_len, device=device)
         self._seen = {}  # window -> the last question and answer of _what_is_seen
 
     def keys_before(self, layer, k, positions):
-        """As KVCache.keys_before. positions: a slice."""
         befores = self.befores[layer]
         befores[:, positions.start + 1:positions.stop + 1] = k
         return befores[:, positions].to(k.dtype)
 
     def after_previous(self, ids, positions):
-        """As KVCache.after_previous. positions: a slice."""
         tokens, = self.tokens
         tokens[:, positions.start + BEFORE:positions.stop + BEFORE] = ids
         return tokens[:, positions.start:positions.stop + BEFORE]
 
-    def copy_prompt(self, other, length):
-        """Copies the first `length` positions of another cache, with one row, to each row of this one."""
-        for mine, theirs in zip([*self.keys, *self.values], [*other.keys, *other.values], strict=True):
-            mine[:, :, :length] = theirs[:, :, :length]
-        for mine, theirs in zip(self.befores, other.befores, strict=True):
-            mine[:, :length + 1] = theirs[:, :length + 1]
-        for mine, theirs in zip(self.tokens, other.tokens, strict=True):
-            mine[:, :length + BEFORE] = theirs[:, :length + BEFORE]
+    def copy_from(self, other):
+        """Copies another cache, with one row, to each row of this one."""
+        for name in STACKS:
+            for mine, theirs in zip(getattr(self, name), getattr(other, name), strict=True):
+                mine.copy_(theirs)
 
     def attend(self, layer, q, k, v, positions, window):
-        """As KVCache.attend, computed in the dtype of the cache. positions: a slice that lies in one block."""
+        """As KVCache.attend, computed in the dtype of the cache. All positions lie in one block."""
         self.keys[layer][:, :, positions] = k
         self.values[layer][:, :, positions] = v
         # The queries of all heads that share keys become rows of one product. Copies of the last row fill it up.
@@ -122,7 +114,7 @@ class Reader:
             return None
         self._samples = BlockCache(self.model.config, num_samples, self.dtype, self.device)
         self._position = len(ids)
-        self._samples.copy_prompt(self.cache, len(ids))
+        self._samples.copy_from(self.cache)
         return logits[0]
 
     def decode(self, tokens):
@@ -177,7 +169,7 @@ class StaticReader:
             # position looks at them.
             hidden = self.model.hidden(padded, prompt, torch.arange(length, device=device))  # (1, length, C)
             logits = self.model.logits(hidden.index_select(1, last))[0, 0]  # (V,)
-            for name in ("keys", "values", "befores", "tokens"):
+            for name in STACKS:
                 of_slots = getattr(self.cache, name)
                 for layer, new in enumerate(getattr(prompt, name)):
                     of_slots[layer] = of_slots[layer].index_copy(0, rows, new.expand(len(rows), *new.shape[1:]))

@@ -108,15 +108,9 @@ class GPTConfig:
         return windows
 
     def describe(self):
-        """Returns the architecture in words."""
-        windows = "L"
-        if any(self.windows()):
-            windows = f"{self.window_pattern} (S: {self.short_window:,} positions)"
-        said = {"depth", "max_seq_len", "model_dim", "num_heads", "num_kv_heads", "window_pattern", "short_window"}
-        others = [f"{name} {value}" for name, value in config_as_flags(self).items() if name not in said]
-        return (f"depth {self.n_layer}, width {self.n_embd}, {self.n_head} heads of {self.head_dim} "
-                f"({self.n_kv_head} for keys and values), windows {windows}, {', '.join(others)}, "
-                f"vocabulary {self.vocab_size:,}")
+        """Returns the architecture as text: the values of its flags, and the size of the vocabulary."""
+        values = {**config_as_flags(self), "vocabulary": f"{self.vocab_size:,}"}
+        return ", ".join(f"{name} {value}" for name, value in values.items())
 
 
 def rotary_base_for(max_seq_len):

@@ -36,11 +36,10 @@ class Flags(TextFlags, TokenizerFlags):
 
 
 class Recorder:
-    """A tokenizer that counts the round's characters, and can keep its texts and the lengths of all documents."""
+    """A tokenizer that keeps the round's texts and their characters' number, and the lengths of all documents."""
 
-    def __init__(self, tokenizer, keeps=False):
+    def __init__(self, tokenizer):
         self._tokenizer = tokenizer
-        self._keeps = keeps
         self.lengths = []  # in tokens; threads append concurrently
         self.begin()
 
@@ -58,9 +57,8 @@ class Recorder:
         for text in texts:
             count += sum(map(len, (*text[:3], *text.context))) if isinstance(text, Infill) else len(text)
         self.counts.append(count)
-        if self._keeps:
-            self.groups.append(texts)
-            self.lengths += map(len, documents)
+        self.groups.append(texts)
+        self.lengths += map(len, documents)
         self.ended = time.perf_counter()
         return documents
 
@@ -97,7 +95,7 @@ def compare_all(flags, shards, tokenizer):
     before_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     rows = Rows(flags.device_batch_size, flags.max_seq_len)
     open_loader = partial(DataLoader, shards, threads=flags.threads)
-    recorder = Recorder(tokenizer, keeps=True)
+    recorder = Recorder(tokenizer)
     with open_loader(recorder, rows) as loader, ThreadPoolExecutor(flags.threads) as pool:
         compare(UNIT, {"loader": partial(load, loader, recorder),
                        "tokenizer alone": partial(tokenize, pool, tokenizer, recorder)},

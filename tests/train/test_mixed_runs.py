@@ -88,7 +88,7 @@ def test_a_run_goes_on_without_the_evaluations_whose_text_a_rank_cannot_read(war
     if rank:
         problems = ["another rank cannot read the text"] * 2
     assert warnings[:2] == [f"{step}: {problem}" for step, problem in zip((0, 2), problems, strict=True)]
-    assert warnings[2].startswith("4: ") and warnings[3].startswith(f"6: no val data: {val} is not a directory; make")
+    assert warnings[2].startswith("4: ") and warnings[3].startswith(f"6: no val data: {val} cannot be read")
     found = add_records(process, base_dir / "checkpoints/test")
     assert sorted(found.losses) == [1, 2, 3, 4, 5, 6] and not found.bpb
 
