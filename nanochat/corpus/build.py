@@ -9,11 +9,12 @@ import numpy as np
 
 from nanochat.common import BadInput, flag, say, written_whole
 from nanochat.corpus import corpus, manifest
-from nanochat.corpus.duplicates import Index, find_duplicates, load_index
+from nanochat.corpus.duplicates import find_duplicates
 from nanochat.corpus.filters import page, parse_filters
 from nanochat.corpus.manifest import FILTERS_PAGE, MANIFEST, TRAIN_DIR, VAL_DIR, all_dropped
 from nanochat.corpus.packing import VERSION
 from nanochat.corpus.ray_cluster import RayRun
+from nanochat.corpus.runs import Index, load_index, parts_of
 from nanochat.corpus.scan import HELD_OUT, RECIPE, ScanOptions, scan, telling_sequences
 from nanochat.record.progress import Progress
 
@@ -111,7 +112,7 @@ def build(sources, flags, excluded, run, staging):
         (staging / FILTERS_PAGE).write_text(page(found, all_dropped(stats), num_files), encoding="utf-8")
     val_projects = split_projects(sources, stats, flags)
     is_val = np.array([source.project in val_projects for source in sources])
-    documents = unique_documents(directories, stats, is_val, flags, staging, run)
+    documents = unique_documents(directories, stats, is_val, flags, run)
     unpacked = documents
     if flags.pack != "file":
         documents = pack_projects(documents, flags, staging, run)
@@ -236,7 +237,7 @@ def split_projects(sources, stats, flags):
     return chosen
 
 
-def unique_documents(directories, stats, is_val, flags, staging, run):
+def unique_documents(directories, stats, is_val, flags, run):
     """Returns the Documents without duplicates, which are counted in `stats`. Raises BadInput if a side is empty.
     is_val: (sources,) bool. Validation comes first: it stays whole, and training loses the copies."""
     runs = []  # (not held out, number of the source, path)
@@ -247,10 +248,8 @@ def unique_documents(directories, stats, is_val, flags, staging, run):
     runs.sort()
     is_train, numbers, paths = map(list, zip(*runs, strict=True))
     index = load_index(paths)
-    # The files of find_duplicates: 0.3 kB per document and 0.6 kB per pair, if each document is compared once.
-    require_disk(staging, 1000 * len(index.key), "looking for duplicates")
     with Progress("looking for duplicates", 100, "%") as bar:
-        exact, near = find_duplicates(index, staging / "duplicates", run, lambda part: bar.update(100 * part))
+        exact, near = find_duplicates(index, run, lambda part: bar.update(100 * part))
     source = np.array(numbers)[index.run]  # (documents,)
     for i, stat in enumerate(stats):
         stat["dropped"]["exact_duplicate"] = int(exact[source == i].sum())
@@ -276,7 +275,7 @@ def pack_projects(documents, flags, staging, run):
     for name, side in documents.sides.items():
         (staging / "packed" / name).mkdir(parents=True, exist_ok=True)
         for source in np.unique(documents.source[side]):
-            parts = corpus.parts_of(documents.index, side & (documents.source == source))
+            parts = parts_of(documents.index, side & (documents.source == source))
             calls.append((staging / "packed" / name / f"{source:06d}.parquet", parts, flags.seed, flags.pack))
     with Progress(f"ordering the files of {len(calls)} sources", len(calls), " sources") as bar:
         run(corpus.pack, calls, lambda *_: bar.update(1))

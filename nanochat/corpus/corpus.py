@@ -1,7 +1,7 @@
 """Makes shards of runs: holds out projects for validation, joins the files of projects, shuffles.
 
 The shuffle is an external merge sort. scan.py writes runs, sorted by a key. After that only the keys and the MinHash
-signatures (0.5 kB per document) are read, to find duplicates (duplicates.py) and to plan the shards. `write_shard`
+signatures are read, to find duplicates (duplicates.py) and to plan the shards. `write_shard`
 collects the documents of one range of keys from all runs. So the order is a uniform shuffle of the whole corpus, and
 depends only on the texts and the seed.
 """
@@ -9,15 +9,23 @@ import hashlib
 import os
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 
-from nanochat.corpus import scan
 from nanochat.corpus.archives import sha256_of
 from nanochat.corpus.packing import contexts, join_files
-from nanochat.corpus.scan import CONTEXT_SCHEMA, RUN_ROW_GROUP_DOCUMENTS, SCHEMA
+from nanochat.corpus.runs import (
+    CONTEXT_RUN_SCHEMA,
+    CONTEXT_SCHEMA,
+    PACKED_RUN_SCHEMA,
+    SCHEMA,
+    key_of,
+    parts_of,
+    read_parts,
+    write_parquet,
+    write_run,
+)
 from nanochat.data.shards import PACK
 
+COLUMNS = [*CONTEXT_SCHEMA.names, "key"]  # most runs have no context
 MAX_SHARDS = 100_000  # their names have five digits
 SHARD_ROW_GROUP_DOCUMENTS = 256  # about 2 MB of text, so that many row groups can be read concurrently in little memory
 PACKED_ROW_GROUP_DOCUMENTS = 8  # of projects, for the same reason
@@ -50,24 +58,13 @@ def plan_shards(index, kept, shard_bytes):
     return [parts_of(index, documents) for documents in np.split(chosen, np.flatnonzero(np.diff(shard_of)) + 1)]
 
 
-def parts_of(index, documents):
-    """Returns [(path of a run, numbers of documents in it)] of these documents, a bool mask or numbers in the index."""
-    if documents.dtype == bool:
-        documents = np.flatnonzero(documents)
-    # Numbers in the index rise with the runs, so each run's documents become one slice.
-    documents = np.sort(documents)  # by run, and in each run
-    run, starts = np.unique(index.run[documents], return_index=True)
-    in_runs = np.split(index.document[documents], starts[1:])
-    return [(index.runs[number], in_run) for number, in_run in zip(run, in_runs, strict=True)]
-
-
 def pack(path, parts, seed, how):
     """Writes the run `path`, unless it exists: the files `parts` of one source, joined into documents, or with their
     context. how: project or context."""
     if path.exists():
         return
     # The key decides between files of one path, so their order does not depend on their runs.
-    files = _read_parts(parts).sort_by([("path", "ascending"), ("key", "ascending")]).to_pylist()
+    files = read_parts(parts, COLUMNS).sort_by([("path", "ascending"), ("key", "ascending")]).to_pylist()
     by_path = {}
     for file in files:
         name = file["path"]
@@ -78,25 +75,13 @@ def pack(path, parts, seed, how):
     if how == "context":
         documents = [by_path[name] | {"context": context, "nbytes": len(texts[name])}
                      for name, context in contexts(texts)]
-        return scan.write_run(path, scan.CONTEXT_RUN_SCHEMA, documents)
+        return write_run(path, CONTEXT_RUN_SCHEMA, documents)
     documents = []
     for paths, text in join_files(texts):
         licences = sorted({by_path[name]["licence"] for name in paths})
         documents.append({"text": text, "path": paths[0], "source": files[0]["source"],
-                          "licence": " AND ".join(licences), "key": scan.key_of(text, seed), "nbytes": len(text)})
-    return scan.write_run(path, scan.PACKED_RUN_SCHEMA, documents)
-
-
-def _read_parts(parts):
-    """Returns the documents `parts` = [(path of a run, numbers)] as a table with their keys."""
-    tables = []
-    for run, documents in parts:  # most runs have no context
-        # All row groups except a run's last have RUN_ROW_GROUP_DOCUMENTS documents, so a document's number gives its
-        # row group. `groups` are read, and row_group counts among these.
-        groups, row_group = np.unique(documents // RUN_ROW_GROUP_DOCUMENTS, return_inverse=True)
-        table = pq.ParquetFile(run).read_row_groups(groups, columns=[*CONTEXT_SCHEMA.names, "key"])
-        tables.append(table.take(row_group * RUN_ROW_GROUP_DOCUMENTS + documents % RUN_ROW_GROUP_DOCUMENTS))
-    return pa.concat_tables(tables).combine_chunks()
+                          "licence": " AND ".join(licences), "key": key_of(text, seed), "nbytes": len(text)})
+    return write_run(path, PACKED_RUN_SCHEMA, documents)
 
 
 def write_shard(path, parts, how="file"):
@@ -104,7 +89,7 @@ def write_shard(path, parts, how="file"):
     how: project or context, as they were packed; the shard's metadata records it. Returns what describe_shard does."""
     if path.exists():
         return describe_shard(path)
-    table = _read_parts(parts)
+    table = read_parts(parts, COLUMNS)
     order = np.argsort(table["key"].to_numpy())
     schema = CONTEXT_SCHEMA if how == "context" else SCHEMA
     size = PACKED_ROW_GROUP_DOCUMENTS if how == "project" else SHARD_ROW_GROUP_DOCUMENTS
@@ -112,7 +97,7 @@ def write_shard(path, parts, how="file"):
         schema = schema.with_metadata({PACK: how})
     table = table.select(schema.names).replace_schema_metadata(schema.metadata)
     row_groups = (table.take(order[start:start + size]) for start in range(0, len(order), size))
-    scan.write_parquet(path, schema, row_groups)
+    write_parquet(path, schema, row_groups)
     return describe_shard(path)
 
 

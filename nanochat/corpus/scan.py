@@ -1,6 +1,4 @@
-"""Reads a source: selects files, finds their licences, and writes runs, small parquet files of documents sorted by a
-64-bit key, the seeded hash of a document's text. corpus.py merges them.
-"""
+"""Reads a source: selects files, finds their licences, and writes runs (runs.py). corpus.py merges them."""
 import hashlib
 import json
 import os
@@ -10,25 +8,17 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
 from nanochat.corpus.archives import MAX_LICENCE_BYTES
-from nanochat.corpus.duplicates import NUM_PERMUTATIONS, signature
+from nanochat.corpus.duplicates import bands, signature
 from nanochat.corpus.filters import EMAILS, Filters, is_permissive, replace_emails
+from nanochat.corpus.runs import RUN_SCHEMA, key_of, write_run
 from nanochat.corpus.sources import LICENCE_FILE, SUFFIXES, check_sums, check_unchanged, iter_files, readable
 from nanochat.corpus.tables import Row, iter_rows
-from nanochat.corpus.workers import partial_path, whole_file
+from nanochat.corpus.workers import partial_path
 
 RECIPE = 3  # to be increased when a change to this file or to corpus.py makes another corpus from the same files
 HELD_OUT = "_val.parquet"  # end of the names of runs of held-out documents
 RUN_BYTES = 32_000_000
-RUN_ROW_GROUP_DOCUMENTS = 64
-SCHEMA = pa.schema([("text", pa.string()), ("path", pa.string()), ("source", pa.string()), ("licence", pa.string())])
-CONTEXT_SCHEMA = SCHEMA.append(pa.field("context", pa.string()))
-CONTEXT_RUN_SCHEMA = pa.schema([*CONTEXT_SCHEMA, ("key", pa.uint64()), ("nbytes", pa.int64())])
-PACKED_RUN_SCHEMA = pa.schema([*SCHEMA, ("key", pa.uint64()), ("nbytes", pa.int64())])
-RUN_SCHEMA = pa.schema([*PACKED_RUN_SCHEMA, ("signature", pa.binary(4 * NUM_PERMUTATIONS))])
 
 
 # Selection of files
@@ -212,7 +202,7 @@ def scan(source, scans_dir, options):
     and of the held-out ones among them; and examples.json, what filters dropped and just kept. Raises BadInput if the
     source cannot be read.
     """
-    identity = json.dumps([RECIPE, source.identity(), options.identity()])
+    identity = json.dumps([RECIPE, RUN_SCHEMA.names, source.identity(), options.identity()])
     finished = Path(scans_dir, hashlib.blake2b(identity.encode(), digest_size=12).hexdigest())
     if finished.exists():
         return finished
@@ -299,8 +289,9 @@ class _Scan:
             self.stats["emails_replaced"] += replaced != text
             text = replaced
             key = key_of(text, self.options.seed)
+        minhash = signature(text)
         self.keep(row.group, {"text": text, "path": path, "source": source, "licence": licence, "key": key,
-                              "nbytes": len(text), "signature": signature(text)})
+                              "nbytes": len(text), "signature": minhash, **bands(minhash)})
         return ""
 
     def keep(self, group, document):
@@ -330,26 +321,3 @@ class _Scan:
                 self.stats["runs"] += 1
         self.documents = {end: [] for end in self.documents}
         self.nbytes = 0
-
-
-def key_of(text, seed):
-    """Returns the number by which the corpus orders a document. Equal texts have equal keys."""
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8, key=seed.to_bytes(8, "little")).digest(), "little")
-
-
-def write_run(path, schema, documents):
-    """Writes a list of documents, dicts with the columns of `schema`, sorted by their key."""
-    documents.sort(key=lambda document: document["key"])
-    row_groups = (pa.Table.from_pylist(documents[start:start + RUN_ROW_GROUP_DOCUMENTS], schema)
-                  for start in range(0, len(documents), RUN_ROW_GROUP_DOCUMENTS))
-    write_parquet(path, schema, row_groups, compression_level=1)
-
-
-def write_parquet(path, schema, row_groups, compression_level=None):
-    """Writes a parquet file with a row group for each of these tables. `path` appears once the file is whole."""
-    # shards.py verifies the checksums of the pages.
-    with whole_file(path) as file, pq.ParquetWriter(
-            file, schema, compression="zstd", compression_level=compression_level,
-            use_dictionary=["source", "licence"], write_statistics=False, write_page_checksum=True) as writer:
-        for table in row_groups:
-            writer.write_table(table)
