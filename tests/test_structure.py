@@ -131,7 +131,9 @@ def test_what_is_installed_has_all_modules_and_works_outside_of_a_checkout(tmp_p
     subprocess.run([sys.executable, "-c", "import setuptools; setuptools.setup()", "-q", "build_py",
                     f"--build-lib={installed}"], cwd=source, check=True, timeout=100)
     assert sorted(path.relative_to(installed) for path in installed.rglob("*.py")) == SOURCES
-    assert (installed / "nanochat/device/prices.csv").exists() and (installed / "nanochat/serve/page.html").exists()
+    for path in ("analysis/report.html", "corpus/filters.html", "device/prices.csv", "export/model_card.jinja",
+                 "judge/page.html", "puzzles/solving.svg", "serve/page.html"):
+        assert (installed / "nanochat" / path).exists()
     assert len(list((installed / "nanochat/judge/problem_set").glob("*.cpp"))) >= 40
     program = """
 import importlib, sys

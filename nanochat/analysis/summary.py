@@ -1,9 +1,10 @@
 """The main figures of runs in one table, and the page that shows it with pictures."""
 import base64
-import html
+from pathlib import Path
 
 from nanochat.device.tpu import GIB
 from nanochat.record.metrics import format_count, format_duration
+from nanochat.record.page import fill
 
 
 def summarise(runs, usd_per_hour=None):
@@ -127,25 +128,5 @@ def format_table(rows):
 
 def make_page(title, rows, pictures):
     """Returns one HTML document with the rows of a table, the names of its columns first, and the pictures."""
-    (_, names), *others = rows
-    table = table_row("th", ["", *names])
-    for label, texts in others:
-        table += table_row("td", [label, *texts])
-    images = ""
-    for path in pictures:
-        encoded = base64.b64encode(path.read_bytes()).decode()
-        images += f'<p><img alt="{path.stem}" src="data:image/png;base64,{encoded}"></p>\n'
-    title = html.escape(title)
-    return f"""<!DOCTYPE html>
-<html lang="en"><head><meta charset="utf-8"><title>{title}</title>
-<style>body {{ font: 15px sans-serif; margin: 2em auto; max-width: 1450px }} img {{ max-width: 100% }}
-td, th {{ text-align: left; padding: 0.2em 1.5em 0.2em 0 }} td:first-child {{ color: #555 }}</style></head>
-<body><h1>{title}</h1>
-<table>{table}</table>
-{images}</body></html>
-"""
-
-
-def table_row(tag, cells):
-    """Returns a row of an HTML table, whose cells have this tag."""
-    return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>\n"
+    images = [(path.stem, base64.b64encode(path.read_bytes()).decode()) for path in pictures]
+    return fill(Path(__file__).with_name("report.html"), title=title, rows=rows, images=images)

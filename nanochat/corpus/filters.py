@@ -4,12 +4,13 @@ None is on by default. FILTERS names them all; the ideas are those of Gopher (ar
 and OpenCoder (2411.04905), the limits were chosen by looking at C++ on both sides of them.
 """
 import heapq
-import html
 import re
 import zlib
 from functools import cached_property
+from pathlib import Path
 
 from nanochat.common import BadInput
+from nanochat.record.page import fill
 
 EXAMPLES, EXAMPLE_BYTES = 20, 1500  # of each filter on either side of its limit
 _COMMENT_OR_STRING = re.compile(rb"""
@@ -226,18 +227,14 @@ class Filters:
 def page(found, dropped, num_files):
     """Returns a page of HTML. found: the examples of all sources, each Filters.examples. dropped: {filter: number of
     documents}."""
-    parts = ["<!doctype html><meta charset=utf-8><title>Filters</title><style>body{font-family:sans-serif;margin:2em}"
-             "pre{background:#f4f4f4;padding:.5em;max-height:16em;overflow:auto}</style><h1>Filters</h1>"]
+    filters = []
     for name in found[0]:
         _, limit, what = FILTERS[name]
-        count = dropped.get(name, 0)
-        parts.append(f"<h2>{name}: {count:,} of {num_files:,} documents dropped ({count / max(1, num_files):.3%})</h2>"
-                     f"<p>Limit: {limit} ({what}).</p>")
+        sides = []
         for side, title in (("dropped", "Dropped, by chance"), ("kept", "Just kept")):
             examples = []
             for one in found:
-                examples += one[name][side]
-            parts.append(f"<h3>{title}</h3>")
-            for _, path, number, text in sorted(map(tuple, examples), reverse=True)[:EXAMPLES]:
-                parts.append(f"<p>{number:.3g}: {html.escape(path)}</p><pre>{html.escape(text)}</pre>")
-    return "\n".join(parts)
+                examples += map(tuple, one[name][side])
+            sides.append((title, sorted(examples, reverse=True)[:EXAMPLES]))
+        filters.append((name, dropped.get(name, 0), limit, what, sides))
+    return fill(Path(__file__).with_name("filters.html"), filters=filters, num_files=num_files)

@@ -1,5 +1,6 @@
 """The model card of an exported checkpoint, README.md: the model's architecture, data, metrics and limits. All of it
-comes from the checkpoint, the metrics of its run and the manifest of its corpus; the rest is called unknown."""
+comes from the checkpoint, the metrics of its run and the manifest of its corpus; the rest is called unknown.
+model_card.jinja is its text."""
 import json
 from collections import Counter
 from dataclasses import fields
@@ -9,10 +10,10 @@ from nanochat.common import BadInput, get_base_dir, read_named
 from nanochat.data.shards import DEFAULT_DIRS, fingerprint, open_text, saved_text_flags
 from nanochat.model.config import CONFIG_FLAGS
 from nanochat.model.rates import OptimConfig
+from nanochat.record.page import fill
 
 MANIFEST = "manifest.json"  # of scripts/prepare_data.py
 CURVE_ROWS = 20
-CODE_TAGS = "\ntags: [code, cpp]"
 # The flags of the training, without those of the machine, its folders and accounts.
 RECIPE = (*CONFIG_FLAGS, "num_iterations", "target_flops", "target_param_data_ratio", "total_batch_size", "batch_ramp",
           "seq_len_ramp", "fim_rate", "fim_context", "compute_dtype", "products", "seed",
@@ -44,95 +45,15 @@ def find_manifest(meta):
 def write_card(name, model, tokenizer, meta, *, run, manifest, is_scaled, curve):
     """Returns the text of the card. run: the History up to the checkpoint; curve: the name of its picture; is_scaled:
     whether the folder has its own modeling file. run, manifest and curve may be None."""
-    sections = [_head(name, model, meta, is_scaled), _usage(is_scaled), _fill_in_the_middle(tokenizer, meta),
-                _data(meta, manifest), _recipe(meta), _metrics(run, curve), _limits(model, meta)]
-    return "\n\n".join(sections) + "\n"
-
-
-def _is_imported(meta):
-    return not meta.flags
-
-
-def _head(name, model, meta, is_scaled):
-    config = model.config
-    parameters = sum(p.numel() for p in model.parameters())
-    if _is_imported(meta):
-        origin = "imported from karpathy/nanochat with"
-        tags = ""
-    else:
-        origin = "pre-trained with"
-        tags = CODE_TAGS
-    code = "NanoChat, extended by the code in this folder" if is_scaled else "transformers' own NanoChat"
-    return f"""---
-library_name: transformers
-pipeline_tag: text-generation{tags}
----
-
-# {name}
-
-A language model of {parameters:,} parameters, {origin} nanochat-tpu (step {meta.step:,}).
-
-- Architecture: {code}: {config.describe()}.
-- Besides: rotary positions, QK-norm, ReLU², RMSNorm without parameters.
-- Context: {config.max_seq_len:,} tokens.
-- Tokenizer: a byte-level BPE of {config.vocab_size:,} tokens.
-- Weights: fp32."""
-
-
-def _usage(is_scaled):
-    trust = note = ""
-    if is_scaled:
-        trust = ", trust_remote_code=True"
-        note = """
-
-`trust_remote_code=True` runs `modeling_nanochat_scaled.py` of this folder: transformers' own NanoChat has no scales of
-the residual stream, attention windows, gates or value embeddings."""
-    return f"""## Use
-
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-folder = "."  # where this file is
-tokenizer = AutoTokenizer.from_pretrained(folder{trust})
-model = AutoModelForCausalLM.from_pretrained(folder{trust})
-inputs = tokenizer("int main(int argc", return_tensors="pt")
-print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0]))
-```{note}
-
-The tokenizer puts `<|bos|>` before the text, as before every document in training. It reads the name of a special token
-in a text as that token; `split_special_tokens=True` makes it text. It takes Unicode only: nanochat-tpu itself encodes
-bytes that are not UTF-8 one by one. Made and tested with transformers 5.23.0."""
-
-
-def _fill_in_the_middle(tokenizer, meta):
-    rate = meta.flags.get("fim_rate") or 0
-    if "<|fim_middle|>" not in tokenizer.special_tokens:
-        return "## Fill in the middle\n\nThe tokenizer has no tokens for it."
-    training = "**This checkpoint was not trained to fill in the middle**: it has never seen these tokens."
-    if rate:
-        training = f"In training, this share of the documents had this form: {rate:g} (`--fim_rate`)."
-    return f"""## Fill in the middle
-
-```
-<|bos|><|fim_prefix|>text before the cursor<|fim_suffix|>text after it<|fim_middle|>what the model writes<|file_sep|>
-```
-
-{training}
-
-The middle ends with `<|file_sep|>`, and a document with the `<|bos|>` of the next; `generate` stops at both.
-The tokenizer writes `<|bos|>` itself. Splits are at characters, not at tokens."""
-
-
-def _data(meta, manifest):
-    if manifest is None:
-        return f"""## Data
-
-Unknown: the manifest of the corpus was missing at the export. The fingerprint of the shards is
-`{meta.data_fingerprint}`."""
-    return _data_of(manifest)
+    return fill(
+        Path(__file__).with_name("model_card.jinja"), name=name, config=model.config, meta=meta,
+        parameters=sum(p.numel() for p in model.parameters()), is_imported=not meta.flags, is_scaled=is_scaled,
+        has_middles="<|fim_middle|>" in tokenizer.special_tokens, data=manifest and _data_of(manifest), cell=_cell,
+        number="{:,}".format, command=_command(meta), metrics=run and _metrics(run), curve=curve)
 
 
 def _data_of(manifest):
+    """Returns what the card says of the data, a dict."""
     # A source is listed if training read it: not a project that was held out, and of a data set the part that was not.
     val = set(manifest.get("val_projects") or ())
     divided = [source["name"] for source in manifest["sources"] if source.get("held_out_documents")]
@@ -145,33 +66,12 @@ def _data_of(manifest):
             licences += own
             cells = [source["name"], source.get("version") or "", _trained_on(source, "documents"),
                      _trained_on(source, "bytes"), ", ".join(own)]
-            sources.append(f"| {' | '.join(map(_cell, cells))} |")
+            sources.append(" | ".join(map(_cell, cells)))
     total = (manifest.get("totals") or {}).get(Path(DEFAULT_DIRS["train"]).name, {})
     num_files = total.get("files", total.get("documents", 0))  # with --pack=project a document is not one file
-    rows = "\n".join(f"| {_cell(name)} | {count:,} |" for name, count in licences.most_common())
-    held_out = ""
-    for what, names in (("whole projects", val), ("parts of data sets", divided)):
-        if names:
-            held_out += f"\n\nHeld out for validation, {what}: {_cell(', '.join(sorted(names)))}."
-    listed = "\n".join(sources)
-    return f"""## Data
-
-C and C++: {num_files:,} files with {total.get("bytes", 0):,} bytes, without exact and near duplicates. Number of
-sources: {len(sources)}.{held_out}
-
-The files and packages state these licences, or none ("unknown"). The counts include duplicates.
-
-| licence | files |
-|---|---|
-{rows}
-
-<details><summary>The sources, with version, files and bytes, duplicates included</summary>
-
-| source | version | files | bytes | licences |
-|---|---|---|---|---|
-{listed}
-
-</details>"""
+    held_out = [("whole projects", val), ("parts of data sets", divided)]
+    return {"num_files": num_files, "nbytes": total.get("bytes", 0), "sources": sources,
+            "licences": licences.most_common(), "held_out": [(what, names) for what, names in held_out if names]}
 
 
 def _trained_on(source, what):
@@ -184,9 +84,8 @@ def _cell(text):
     return " ".join(str(text).replace("|", "\\|").split())
 
 
-def _recipe(meta):
-    if _is_imported(meta):
-        return f"## Recipe\n\nUnknown. Tokenizer sha256 `{meta.tokenizer_sha256}`."
+def _command(meta):
+    """Returns the command that trained the model, as text."""
     command = ["base_train"]
     for name in RECIPE:
         value = meta.flags.get(name)
@@ -194,31 +93,11 @@ def _recipe(meta):
             command.append(f"--{name}")
         elif value is not False and value not in (None, "", -1):  # which stand for a flag that was not given
             command.append(f"--{name}={value}")
-    distilled = ""
-    if meta.flags.get("teacher"):
-        teacher = "/".join(Path(meta.flags["teacher"]).parts[-2:])
-        distilled = f"""
-
-It also learned from the predictions of the model {teacher}: weight {meta.flags["kd_weight"]:g}
-at temperature {meta.flags["kd_temperature"]:g}, in the first {meta.flags["kd_until"]:.0%} of the steps."""
-    begun = ""
-    if meta.flags.get("decay_from"):
-        begun = f"\n\nIt is an ending of a longer run: the learning rates fell from {meta.flags['decay_from']} on."
-    elif meta.flags.get("init_from"):
-        begun = f"\n\nIt began with the weights of the model {meta.flags['init_from']}."
-    return f"""## Recipe
-
-```
-{" ".join(command)}
-```{distilled}{begun}
-
-Matrices by Muon, the rest by AdamW; the learning rate rises, stays, and falls linearly. Tokenizer sha256
-`{meta.tokenizer_sha256}`."""
+    return " ".join(command)
 
 
-def _metrics(run, curve):
-    if run is None:
-        return "## Metrics\n\nUnknown: the metrics of the run were missing at the export."
+def _metrics(run):
+    """Returns the rows of the table of metrics, lists of texts, the names of the columns first; [] without any."""
     shown = {"val_bpb": "validation, bits per byte", "fim_bpb": "middles, bits per byte", "loss": "loss, nats a token"}
     columns = {}  # {name: {step: text}}
     for name in shown:
@@ -229,29 +108,11 @@ def _metrics(run, curve):
     if len(measured):
         shown["fim_bpb"] += f" (of {int(measured[-1]):,} bytes)"
     if not columns:
-        return "## Metrics\n\nThe run recorded none."
+        return []
     steps = sorted(next(iter(columns.values())))
     # CURVE_ROWS steps at equal distances with the first and the last one, or all if there are fewer.
     kept = sorted({steps[round(i * (len(steps) - 1) / (CURVE_ROWS - 1))] for i in range(CURVE_ROWS)})
-    rows = []
+    rows = [["step", "tokens", *(shown[name] for name in columns)]]
     for step, tokens in zip(kept, run.work(kept), strict=True):
-        cells = [texts.get(step, "") for texts in columns.values()]
-        rows.append(" | ".join([f"| {step:,}", f"{tokens:,.0f}", *cells]) + " |")
-    picture = f"![The curve of the run]({curve})\n\n" if curve else ""
-    titles = [shown[name] for name in columns]
-    table = "\n".join([f"| step | tokens | {' | '.join(titles)} |", f"|---|---|{'---|' * len(titles)}", *rows])
-    return f"## Metrics\n\n{picture}{table}"
-
-
-def _limits(model, meta):
-    base = ""
-    if not _is_imported(meta):
-        base = """- It is a base model: it continues text and was not tuned to follow instructions.
-- It imitates its training code, mistakes and insecure habits included. Its output needs review, a compiler and tests.
-- It does not know other programming languages, nor English beyond comments.
-"""
-    return f"""## Limits
-
-{base}- It may repeat text of its training, to which that text's licence applies.
-- Prompt and completion together are at most {model.config.max_seq_len:,} tokens, the length of its training.
-- The person who publishes these weights must state their licence: nothing here states it."""
+        rows.append([f"{step:,}", f"{tokens:,.0f}", *(texts.get(step, "") for texts in columns.values())])
+    return rows

@@ -3,10 +3,10 @@
 A score is a weighted mean over problems, sum(values) / sum(weights). For pass@k the value is an estimate between 0 and
 1 and the weight 1. For bits per byte the value is the bits of a text and the weight its bytes.
 """
-import html
 import math
 from collections import defaultdict
 from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import fmean
 
 import numpy as np
@@ -14,6 +14,7 @@ import numpy as np
 from nanochat.common import say
 from nanochat.judge.gaps import Gap
 from nanochat.judge.judge import PASSED, Verdict
+from nanochat.record.page import fill
 
 Z = 1.959964  # of the 95% interval of a normal distribution
 DRAWS = 10_000
@@ -26,10 +27,6 @@ MEASURES = {  # of each task, and their names in the table
     "infill_functions": {"exact match": "gaps in solutions: exact match", "edit similarity": "… edit similarity",
                          "compiles": "… compiles", "pass@1": "… pass@1", "bits per byte": "… bits per byte",
                          "bits per byte without suffix": "… bits per byte without the text after the gap"}}
-STYLE = """body { font-family: sans-serif; max-width: 75em; margin: 2em auto; padding: 0 1em; }
-table { border-collapse: collapse; } td, th { padding: 0.2em 0.8em; text-align: left; border-bottom: 1px solid #ddd; }
-pre { background: #f6f6f6; padding: 0.6em; overflow-x: auto; margin: 0.3em 0 1em; } .written { background: #fff6d5; }
-.passed { color: #17702b; } .failed { color: #a61b1b; } details { margin: 0.3em 0; } summary { cursor: pointer; }"""
 
 
 @dataclass(frozen=True)
@@ -232,7 +229,8 @@ def write_report(out_dir, settings, records, items, others):
     if differences:
         print("\nthe difference to --against, each problem compared with itself:\n" + "\n".join(differences))
     page = make_page(settings, records, {item.name: around(item) for item in items}, differences)
-    (out_dir / "page.html").write_text(page, encoding="utf-8")
+    # Half a surrogate pair, which a model may write, becomes a question mark.
+    (out_dir / "page.html").write_text(page, encoding="utf-8", errors="replace")
     (out_dir / "scores.txt").write_text("\n".join([*scores, *differences]) + "\n", encoding="utf-8")
     print(f"\n{out_dir}: samples.jsonl, scores.txt, page.html")
 
@@ -244,52 +242,10 @@ def around(item):
     return item.prompt, item.closing()
 
 
-# The page
-
-
 def make_page(settings, records, texts, differences=()):
     """Returns the page, self-contained HTML. texts: {name: (text before a sample, text after it)}."""
-    title = escape(f"{settings['task']}: {settings['checkpoint']}")
-    parts = [f"<!doctype html><html lang=en><meta charset=utf-8><title>{title}</title><style>{STYLE}</style>",
-             f"<h1>{title}</h1><table><tr><th>measure<th>of<th>mean<th>95% interval<th>problems"]
-    for measure, group, found in summarise(records):
-        parts.append(f"<tr><td>{escape(measure)}<td>{escape(group)}<td>{found.mean:.4f}"
-                     f"<td>{found.low:.4f} to {found.high:.4f}<td>{found.num_problems}")
-    parts.append("</table>")
-    if differences:
-        lines = escape("\n".join(differences))
-        parts.append(f"<h2>Compared with the other evaluation</h2><pre>{lines}</pre>")
-    parts.append("<h2>Samples</h2>")
+    problems = []
     for name, samples in by_name(records).items():
-        parts.append(show_problem(name, samples, *texts[name]))
-    parts.append("<h2>Settings</h2><table>")
-    for key, value in settings.items():
-        parts.append(f"<tr><td>{escape(key)}<td>{escape(value)}")
-    parts.append("</table></html>\n")
-    return "\n".join(parts)
-
-
-def show_problem(name, samples, before, after):
-    passed = count_passed(samples)
-    colour = "passed" if passed else "failed"
-    shown = "".join(show_sample(sample, before, after) for sample in samples)
-    return (f"<details><summary><b>{escape(name)}</b> {escape(samples[0]['group'])}: "
-            f"<span class={colour}>{passed} of {len(samples)} passed</span></summary>{shown}</details>")
-
-
-def show_sample(sample, before, after):
-    status = sample["status"] or "not judged, because the file does not compile by itself"
-    colour = "passed" if status == PASSED else "failed"
-    which = "greedy"
-    if sample["sample"]:
-        which = f"drawn, number {sample['sample']}"
-    message = ""
-    if sample.get("message"):
-        message = f"<pre>{escape(sample['message'])}</pre>"
-    return (f"<p>{escape(which)}: <span class={colour}>{escape(status)}</span></p>"
-            f"<pre>{escape(before)}<span class=written>{escape(sample['text'])}</span>{escape(after)}</pre>{message}")
-
-
-def escape(text):
-    """Returns text for a page. Characters that no page may contain, such as half a surrogate, are replaced."""
-    return html.escape(str(text).encode(errors="replace").decode())
+        problems.append((name, samples, count_passed(samples), *texts[name]))
+    return fill(Path(__file__).with_name("page.html"), settings=settings, scores=summarise(records),
+                differences=differences, problems=problems, passed=PASSED)

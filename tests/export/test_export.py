@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from nanochat.checkpoint.saver import save_checkpoint
 from nanochat.common import BadInput
 from nanochat.data.tokenizer import SHIPPED_DIR, load_tokenizer
-from nanochat.export import export, model_card
+from nanochat.export import export
 from nanochat.export.huggingface import tokenizer_json
 from nanochat.kernels.choose import get_kernels
 from nanochat.model.config import GPTConfig
@@ -29,6 +29,7 @@ from scripts import export as script
 from tests.checkpoint.states import make_meta, names
 from tests.conftest import last_of_each
 from tests.data.headers import HEADERS
+from tests.export.cards import card_of
 
 pytest.importorskip("transformers")
 
@@ -257,23 +258,23 @@ def test_the_card_says_what_is_known(tmp_path, run, trained, byte_tokenizer_dir)
     assert "BSD-3-Clause" not in card and "| 30 |" not in card  # the checkpoint is of step 20
     assert names(tmp_path / "out") == sorted(export.FILES)
     manifest["totals"]["base_data_v3"] |= {"documents": 2, "files": 6}  # of prepare_data --pack=project
-    assert "6 files with 700 b" in model_card._data_of(manifest)
-    assert "--seq_len_ramp=0:8,2:16\n" in model_card._recipe(make_meta(flags={"seq_len_ramp": "0:8,2:16"}))
-    assert "base_train --layer_gates=on --value_embeddings=off --seed=0\n" in model_card._recipe(make_meta(flags={
+    assert "6 files with 700 b" in card_of(make_meta(), manifest)
+    assert "--seq_len_ramp=0:8,2:16\n" in card_of(make_meta(flags={"seq_len_ramp": "0:8,2:16"}))
+    assert "base_train --layer_gates=on --value_embeddings=off --seed=0\n" in card_of(make_meta(flags={
         "layer_gates": "on", "value_embeddings": "off", "seed": 0}))
     taught = {"teacher": "/home/me/large/step_000100", "kd_weight": 0.5, "kd_temperature": 2.0, "kd_until": 0.8}
     assert "of the model large/step_000100: weight 0.5\nat temperature 2, in the first 80% of the steps." in \
-        model_card._recipe(make_meta(flags=taught))
+        card_of(make_meta(flags=taught))
     subprocess.run(["sha256sum", "--check", "--quiet", "SHA256SUMS"], cwd=tmp_path / "out", check=True)
     run(f"--out={tmp_path / 'bare'}")
     assert "manifest of the corpus was missing" in (tmp_path / "bare" / "README.md").read_text()
 
 
 def test_the_card_of_a_data_set_counts_the_part_that_is_trained_on():
-    card = model_card._data_of({"sources": [{
+    card = card_of(make_meta(), {"sources": [{
         "name": "stack", "documents": 80, "bytes": 9000, "licences": {"MIT": 60, "Zlib": 15, "BSL-1.0": 5},
         "held_out_documents": 20, "held_out_bytes": 2000, "held_out_licences": {"MIT": 15, "BSL-1.0": 5}}]})
-    assert "projects" not in card and "Held out for validation, parts of data sets: stack." in card
+    assert "whole projects" not in card and "Held out for validation, parts of data sets: stack." in card
     assert "| MIT | 45 |\n| Zlib | 15 |\n\n" in card and "| stack |  | 60 | 7,000 | MIT, Zlib |" in card
 
 
