@@ -5,7 +5,6 @@ Needs bubblewrap 0.8 or newer (Debian 12, Ubuntu 24.04). Without it, only the li
 import json
 import os
 import re
-import selectors
 import shutil
 import signal
 import subprocess
@@ -77,8 +76,9 @@ class Sandbox:
         files = files or {}
         with ExitStack() as stack:
             cgroup = stack.enter_context(memory_cgroup(limits.memory_bytes + TMP_BYTES))
+            outputs = [stack.enter_context(memory_file(b"")) for _ in range(2)]
             if self.unsafe:
-                return without_memory(self._run_unsafe(command, limits, files, cgroup, stack), cgroup)
+                return without_memory(self._run_unsafe(command, limits, files, cgroup, outputs, stack), cgroup)
             descriptors = []
             box = []
             for name, data in files.items():
@@ -92,7 +92,7 @@ class Sandbox:
             command = [*inside(cgroup), *less_privileged(), *bubblewrap(info_of_child, box), *FIRST_PROCESS,
                        *limited(limits), *command]
             try:
-                process = start(command, pass_fds=[info_of_child, *descriptors])
+                process = start(command, outputs, pass_fds=[info_of_child, *descriptors])
             finally:
                 os.close(info_of_child)
 
@@ -102,14 +102,14 @@ class Sandbox:
                     os.kill(json.loads(info.readline())["child-pid"], signal.SIGKILL)
                 except (ValueError, ProcessLookupError):  # it had not begun, or has ended
                     process.kill()
-            result = without_memory(collect(process, limits, kill), cgroup)
+            result = without_memory(collect(process, outputs, limits, kill), cgroup)
             # bubblewrap's word for how the program ended: the program sees neither it nor this pipe.
             if not result.stopped_by and b'"exit-code"' not in info.read():
                 reason = " ".join(result.stderr.decode(errors="replace").split())[:300]
                 raise Failure(f"the sandbox failed: {reason or f'status {result.status}'}")
             return result
 
-    def _run_unsafe(self, command, limits, files, cgroup, stack):
+    def _run_unsafe(self, command, limits, files, cgroup, outputs, stack):
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True)))
         for name, data in files.items():
             (folder / name).write_bytes(data)
@@ -120,7 +120,7 @@ class Sandbox:
         num_threads = threads.count(b"\n")  # the limit counts all processes of the user
         command = [*inside(cgroup), *less_privileged(), "setpriv", "--pdeathsig=KILL", *limited(limits, num_threads),
                    *command]
-        process = start(command, cwd=folder, env={"PATH": "/usr/bin:/bin", "TMPDIR": str(folder)})
+        process = start(command, outputs, cwd=folder, env={"PATH": "/usr/bin:/bin", "TMPDIR": str(folder)})
 
         def kill():
             try:
@@ -128,7 +128,7 @@ class Sandbox:
             except ProcessLookupError:
                 pass
         stack.callback(kill)  # its background processes, too
-        return collect(process, limits, kill)
+        return collect(process, outputs, limits, kill)
 
 
 def need(program, package, otherwise=""):
@@ -226,47 +226,35 @@ def limited(limits, num_processes=0):
             f"--fsize={limits.file_bytes}", f"--nproc={limits.processes + num_processes}", "--nofile=64", "--"]
 
 
-def start(command, **options):
-    return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+def start(command, outputs, **options):
+    """Starts a command. outputs: files for its standard output and standard error."""
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=outputs[0], stderr=outputs[1],
                             start_new_session=True, **options)
 
 
-def collect(process, limits, kill):
-    """Reads the outputs of `process` until it ends or exceeds the limits; kill() then ends it. Returns the Result."""
-    deadline = time.monotonic() + limits.wall_s
-    size = 0
+# The limit of a file holds for the outputs, too: a program that writes without end is ended by the kernel.
+def collect(process, outputs, limits, kill):
+    """Waits until `process` ends or its wall time is over; kill() then ends it. Returns the Result."""
     stopped_by = ""
-    outputs = {process.stdout: bytearray(), process.stderr: bytearray()}
-    # Both pipes are read as they fill: a full pipe would block the program until it times out.
-    with selectors.DefaultSelector() as selector, process:
-        for stream in outputs:
-            selector.register(stream, selectors.EVENT_READ)
-        while selector.get_map() and not stopped_by:
-            ready = selector.select(max(0, deadline - time.monotonic()))
-            if not ready:
-                stopped_by = "wall time"
-            for key, _ in ready:
-                data = os.read(key.fd, 65536)
-                outputs[key.fileobj] += data
-                size += len(data)
-                if not data:
-                    selector.unregister(key.fileobj)
-                if size > limits.output_bytes:
-                    stopped_by = "output"
+    with process:
         try:
-            if not stopped_by:
-                process.wait(max(0, deadline - time.monotonic()))  # it may have closed its outputs long ago
+            process.wait(limits.wall_s)
         except subprocess.TimeoutExpired:
             stopped_by = "wall time"
-        if stopped_by:
             kill()
             try:
                 process.wait(KILL_TIMEOUT_S)
             except subprocess.TimeoutExpired:
                 process.kill()
+    texts = []
+    for file in outputs:
+        file.seek(0)
+        texts.append(file.read(limits.output_bytes + 1))
+    if sum(map(len, texts)) > limits.output_bytes:
+        stopped_by = "output"
     status = process.returncode
     if stopped_by:
         status = None
     elif status < 0:  # a signal
         status = 128 - status
-    return Result(status, stopped_by, *map(bytes, outputs.values()))
+    return Result(status, stopped_by, *texts)
