@@ -4,7 +4,7 @@ import json
 import os
 from contextlib import contextmanager
 
-from nanochat.common import BadInput, get_base_dir, locked, require_writable_dir
+from nanochat.common import BadInput, get_base_dir, locked, require_writable_dir, written_whole
 
 FIELDS = {  # of a record, which scores and pages read
     "name": str, "group": str, "text": str, "status": str | None, "message": str, "sample": int, "exact": bool,
@@ -36,19 +36,16 @@ class Results:
 
     def __init__(self, path, settings):
         """Opens the file `path`, or makes it. Raises BadInput if it holds the results of other settings."""
-        self.records = []
-        if path.exists():
-            length = 0
-            if not is_begun(path, settings):
-                found, self.records, length = read_results(path)
-                if found != settings:
-                    other = difference(found, settings)
-                    raise BadInput(f"{path} holds results of another evaluation ({other}): choose another --out_dir")
-            # Each line is flushed, so a kill cuts the last one at most. It is written again.
-            os.truncate(path, length)
+        if not path.exists():
+            with written_whole(path) as unfinished:
+                unfinished.write_text(json.dumps(settings) + "\n")
+        found, self.records, length = read_results(path)
+        if found != settings:
+            raise BadInput(f"{path} holds results of another evaluation ({difference(found, settings)}): choose "
+                           "another --out_dir")
+        # Each line is flushed, so a kill cuts the last one at most. It is written again.
+        os.truncate(path, length)
         self._file = open(path, "a", encoding="utf-8")
-        if not path.stat().st_size:
-            self._write(settings)
 
     def __enter__(self):
         return self
@@ -58,19 +55,8 @@ class Results:
 
     def add(self, record):
         self.records.append(record)
-        self._write(record)
-
-    def _write(self, line):
-        self._file.write(json.dumps(line) + "\n")
+        self._file.write(json.dumps(record) + "\n")
         self._file.flush()
-
-
-def is_begun(path, settings):
-    """Returns whether a kill or a full disk cut the file in its first line, or before."""
-    try:
-        return (json.dumps(settings) + "\n").encode().startswith(path.read_bytes())
-    except OSError:
-        return False
 
 
 def read_results(path):

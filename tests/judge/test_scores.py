@@ -59,14 +59,6 @@ def test_chance_is_told_from_a_difference():
     assert (same.mean, same.p_value) == (0, 1)
 
 
-def test_an_evaluation_that_was_cut_in_its_first_line_goes_on(tmp_path):
-    path, settings = tmp_path / "samples.jsonl", {"format": 1, "seed": 0}
-    path.write_text('{"format": 1, "se')
-    with Results(path, settings) as results:
-        results.add({"name": "a", "group": "", "text": "", "status": "passed"})
-    assert read_results(path)[:2] == (settings, results.records)
-
-
 @pytest.mark.parametrize("field, shown", [
     ({"status": 1}, "status = 1"), ({"name": None}, "name = null"), ({"bits": "many"}, 'bits = "many"'),
     ({"tokens": [3]}, r"tokens = \[3\]")])

@@ -53,7 +53,7 @@ def test_a_killed_evaluation_goes_on_to_the_same_file_and_others_are_compared_wi
     whole = code_eval("a", "whole").read_bytes()
     lines = whole.splitlines(keepends=True)
     assert len(lines) == 1 + 2 * 3
-    for kept in (b"", b"".join(lines[:3]) + lines[3][:20], b"".join(lines[:4])):
+    for kept in (lines[0], b"".join(lines[:3]) + lines[3][:20], b"".join(lines[:4])):
         (tmp_path / "killed").mkdir(exist_ok=True)
         (tmp_path / "killed/samples.jsonl").write_bytes(kept)
         assert code_eval("a", "killed").read_bytes() == whole
