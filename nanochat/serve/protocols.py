@@ -36,25 +36,11 @@ def as_neutral(value):
     return value
 
 
-# What to give instead, by the type of pydantic's error.
-_GIVE = {
-    "string_type": "a text", "list_type": "a list", "model_type": "a JSON object",
-    "bool_type": "true or false", "bool_parsing": "true or false",
-    "int_type": "a whole number", "int_parsing": "a whole number", "int_from_float": "a whole number",
-    "float_type": "a number", "float_parsing": "a number",
-    "int_parsing_size": "a smaller number", "finite_number": "a smaller number", "less_than": "less than {lt}",
-    "greater_than_equal": "at least {ge:g}", "less_than_equal": "at most {le:g}", "literal_error": "{expected}",
-    "too_long": "a length of at most {max_length}", "too_short": "a length of at least {min_length}"}
-
-
 def refusal(error):
-    """Returns what a ValidationError finds wrong first, in plain words that repeat nothing of the request."""
+    """Returns what a ValidationError finds wrong first, in words that repeat nothing of the request."""
     first = error.errors(include_url=False, include_input=False)[0]
     where = ".".join(map(str, first["loc"])) or "the body"
-    what = _GIVE.get(first["type"])
-    if what is None:
-        return f"{where}: {first['msg']}"
-    return f"{where}: give {what.format(**first.get('ctx', {}))}"
+    return f"{where}: {first['msg']}"
 
 
 Text = Annotated[str, BeforeValidator(without_surrogates)]
