@@ -137,9 +137,4 @@ def included(path, texts, by_name):
 
 
 def _common_folders(path, other):
-    count = 0
-    for ours, theirs in zip(path.split("/")[:-1], other.split("/")[:-1], strict=False):
-        if ours != theirs:
-            break
-        count += 1
-    return count
+    return len(commonprefix([path.split("/")[:-1], other.split("/")[:-1]]))

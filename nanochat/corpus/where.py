@@ -20,8 +20,10 @@ _JOIN = {ast.And: operator.and_, ast.Or: operator.or_}
 def find_places(text, known):
     """Returns {name in a condition, such as meta.score: (column, fields in it)}. known: {name: column}. Raises BadInput
     if a name is not known, or the text not in Python's syntax."""
+    names = [node for node in ast.walk(_parse(text)) if isinstance(node, (ast.Name, ast.Attribute))]
+    beginnings = {node.value for node in names if isinstance(node, ast.Attribute)}  # meta.score is one name
     places = {}
-    for name in _names_in(text):
+    for name in sorted(ast.unparse(node) for node in names if node not in beginnings):
         first, *fields = name.split(".")
         if first not in known:
             raise BadInput(f"--where={text}: no column is called {first}, of {', '.join(sorted(known))}")
@@ -50,19 +52,6 @@ def chosen(text, columns, num_rows):
     except (pa.ArrowException, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise BadInput(f"--where={text}: {error}") from None
     return table.filter(condition)[""]
-
-
-def _names_in(text):
-    """Returns the names in a condition, sorted; meta.score is one."""
-    found = set()
-    waiting = [_parse(text)]
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, (ast.Name, ast.Attribute)):
-            found.add(ast.unparse(node))
-        elif not isinstance(node, ast.Call):  # which `chosen` refuses
-            waiting += ast.iter_child_nodes(node)
-    return sorted(found)
 
 
 def _parse(text):
