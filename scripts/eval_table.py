@@ -4,7 +4,6 @@ Runs code_eval on functions and on gaps in their solutions, and solve with every
 $NANOCHAT_BASE_DIR/eval. After a kill, the same command continues. A model of 9M parameters takes 49 minutes on two
 cores.
 """
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,21 +42,14 @@ def main(argv=None):
         tasks.append("infill_functions")
     found = {}
     for task in tasks:
-        run("scripts.code_eval", *common, f"--task={task}", f"--out_dir={out_dir / task}")
+        run_module("scripts.code_eval", *common, f"--task={task}", f"--out_dir={out_dir / task}")
         found[task] = records_of(out_dir / task / "samples.jsonl", path, weights)
-    run("scripts.solve", *common, f"--out_dir={out_dir / 'search'}")
+    run_module("scripts.solve", *common, f"--out_dir={out_dir / 'search'}")
     searches = records_of(out_dir / "search" / "searches.jsonl", path, weights)
     lines = [f"Checkpoint `{path.parent.name}/{path.name}`. In brackets: the 95% interval over problems or gaps.", "",
              *eval_report.table(found), "", *solve.table(searches)]
     (out_dir / "table.txt").write_text("\n".join(lines) + "\n")
     print("\n" + "\n".join(lines) + f"\n\n{out_dir / 'table.txt'}")
-
-
-def run(module, *flags):
-    """Runs a script of this project (see run_module), and prints its time."""
-    begun = time.monotonic()
-    run_module(module, *flags)
-    print(f"({(time.monotonic() - begun) / 60:.1f} minutes)\n", flush=True)
 
 
 if __name__ == "__main__":

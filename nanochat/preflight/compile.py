@@ -30,10 +30,6 @@ def require_packages():
                        "newer on Linux (x86-64)")
 
 
-class CompilerError(Failure):
-    """The TPU compiler failed, or timed out. The message is one line: what happened, and what to do."""
-
-
 @dataclass(frozen=True)
 class CompiledProgram:
     """The TPU compiler's result for a program; only `seconds` and `out_of_memory` if it does not fit. Sizes are per
@@ -56,7 +52,7 @@ def compile_programs(programs, tpu_slice, folder, timeout_s=1800, jobs=2, schedu
     timeout_s: for one program. jobs: the number of compilers that run concurrently.
     schedule_options: schedule.LIBTPU_OPTIONS, or those with bundles, to read the machine's own schedule of each
         operation, too.
-    Raises CompilerError if a compiler times out, writes no schedules, or fails for another reason than a lack of device
+    Raises Failure if a compiler times out, writes no schedules, or fails for another reason than a lack of device
     memory; the other compilers end then.
     """
     processes = []
@@ -97,7 +93,7 @@ def _compile_in_subprocess(program, tpu_slice, folder, timeout_s, processes, sch
         if schedule_options and not compiled.get("out_of_memory"):
             schedules = schedule.read_folder(schedules_folder)
     except schedule.Unreadable as error:
-        raise CompilerError(f"{program.name}: {error}: is the disk full? If not, this is another version of libtpu: "
+        raise Failure(f"{program.name}: {error}: is the disk full? If not, this is another version of libtpu: "
                             "install the one that pyproject.toml names") from None
     finally:
         shutil.rmtree(schedules_folder, ignore_errors=True)  # 80 MB and more
@@ -118,11 +114,11 @@ def _run_compiler(program, tpu_slice, folder, timeout_s, processes, options):
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()  # it writes no more files
-        raise CompilerError(f"the TPU compiler took more than --timeout_s={timeout_s} for {program.name}: give it more "
+        raise Failure(f"the TPU compiler took more than --timeout_s={timeout_s} for {program.name}: give it more "
                             "time, or fewer --jobs") from None
     if process.returncode:
         print(errors[-4000:], file=sys.stderr)
-        raise CompilerError(f"the TPU compiler failed on {program.name}: see its message above")
+        raise Failure(f"the TPU compiler failed on {program.name}: see its message above")
 
 
 def _topology_options(tpu_slice):

@@ -4,10 +4,10 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
-from nanochat.common import BadInput
+from nanochat.common import BadInput, Failure
 from nanochat.device import tpu
 from nanochat.preflight import hlo
-from nanochat.preflight.compile import CompilerError, compile_programs
+from nanochat.preflight.compile import compile_programs
 from nanochat.preflight.ops import ops_of
 from nanochat.preflight.schedule import LIBTPU_OPTIONS
 
@@ -28,20 +28,20 @@ def schedule_of(name, code, arguments, tpu_slice, folder, timeout_s, libtpu_opti
 
     name: for messages. code: a Python script that takes `arguments` and makes `lowered`, what jax.jit(f).lower()
     returns; it runs in a process of its own, because JAX and torch_xla cannot share one.
-    Raises CompilerError if tracing or compiling fails or times out, or the program does not fit into the chip.
+    Raises Failure if tracing or compiling fails or times out, or the program does not fit into the chip.
     """
     try:
         traced = subprocess.run([sys.executable, "-c", f"import sys\n{code}{_WRITE}", *map(str, arguments)],
                                 env=os.environ | {"JAX_PLATFORMS": "cpu"}, capture_output=True, timeout=timeout_s)
     except subprocess.TimeoutExpired:
-        raise CompilerError(f"tracing the {name} took more than --timeout_s={timeout_s}: give it more time") from None
+        raise Failure(f"tracing the {name} took more than --timeout_s={timeout_s}: give it more time") from None
     if traced.returncode:
         last = traced.stderr.decode(errors="replace").strip().splitlines()[-1:]
-        raise CompilerError(f"the {name} cannot be traced: {''.join(last) or f'status {traced.returncode}'}")
+        raise Failure(f"the {name} cannot be traced: {''.join(last) or f'status {traced.returncode}'}")
     program = SimpleNamespace(name=name, hlo_proto=traced.stdout, donated=set())
     (_, compiled), = compile_programs([program], tpu_slice, folder, timeout_s, schedule_options=libtpu_options)
     if compiled.out_of_memory:
-        raise CompilerError(f"the {name} does not fit into the chip: {compiled.out_of_memory.splitlines()[0]}")
+        raise Failure(f"the {name} does not fit into the chip: {compiled.out_of_memory.splitlines()[0]}")
     dearest = max(compiled.schedules.values(), key=lambda schedule: schedule.cycles)
     for op in ops_of(hlo.parse(compiled.hlo_text)):
         if op.kernel and op.kernel.declared_cost:

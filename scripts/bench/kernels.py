@@ -55,7 +55,7 @@ class Cycles:
 
 
 def measure(flags, tpu_slice, folder):
-    """Compiles the kernels. Yields the name of each, its Cycles, and its Schedule. Raises CompilerError."""
+    """Compiles the kernels. Yields the name of each, its Cycles, and its Schedule. Raises Failure."""
     kv_heads = flags.num_heads if flags.num_kv_heads == -1 else flags.num_kv_heads
     window = flags.max_seq_len if flags.window == -1 else flags.window
     sizes = (flags.device_batch_size, flags.max_seq_len, flags.num_heads * HEAD_DIM, kv_heads * HEAD_DIM, window,

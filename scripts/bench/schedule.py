@@ -32,7 +32,7 @@ class Flags:
 
 def measure(tpu_slice, shape, folder, timeout_s=600, libtpu_options=LIBTPU_OPTIONS):
     """Compiles the product of a `shape` (rows, inner, columns). Returns its cycles at the matrix units' peak rate, and
-    the Schedule of its dearest operation. Raises CompilerError."""
+    the Schedule of its dearest operation. Raises Failure."""
     schedule, _ = schedule_of("product", PRODUCT, shape, tpu_slice, folder, timeout_s, libtpu_options)
     rows, inner, columns = shape
     return 2 * rows * inner * columns / tpu_slice.tpu.flops_per_cycle, schedule
