@@ -10,12 +10,8 @@ import shutil
 import time
 from dataclasses import dataclass
 
-import numpy as np
-
 from nanochat.analysis.history import read_run
 from nanochat.common import flag, get_base_dir, read_flags, run_script
-from nanochat.data.shards import TextFlags, all_pieces, open_text
-from nanochat.data.tokenizer import load_tokenizer
 from nanochat.record.metrics import METRICS_FILE
 from nanochat.run.processes import run_module
 
@@ -44,18 +40,6 @@ def checkpoint_name(run_dir):
     return link.name if link.resolve() == run_dir.resolve() else run_dir
 
 
-def unigram_bits_per_byte(data_dir):
-    """Returns the bits per byte of the validation text under the frequencies of its own tokens."""
-    tokenizer = load_tokenizer()
-    counts = 0
-    token_bytes = tokenizer.token_bytes().numpy()
-    for piece in all_pieces(open_text(TextFlags(data_dir))):
-        counts = counts + np.bincount(tokenizer.encode_to_numpy(piece.text), minlength=tokenizer.n_vocab)
-    seen = counts[counts > 0]
-    # The bits of all tokens over their bytes.
-    return float(-(seen * np.log2(seen / seen.sum())).sum() / (counts * token_bytes).sum())
-
-
 def main(argv=None):
     (flags,) = read_flags(argv, __doc__, {Flags: "flags"})
     started = time.monotonic()
@@ -76,11 +60,9 @@ def main(argv=None):
     history = read_run(str(run_dir))
     bpb = history.series("val_bpb")[1]
     last = history.records[-1]["step"]
-    unigram = unigram_bits_per_byte(base_dir / "parquet" / "val")
     print(f"""
 === done in {time.monotonic() - started:.0f} s
-validation   {bpb[0]:.3f} bits per byte before, {bpb[-1]:.3f} after {last} steps;
-             token frequencies alone give {unigram:.3f}
+validation   {bpb[0]:.3f} bits per byte before, {bpb[-1]:.3f} after {last} steps
 corpus       {base_dir / 'parquet'}
 checkpoint   {run_dir}/step_{last:06d}
 metrics      {run_dir / METRICS_FILE}

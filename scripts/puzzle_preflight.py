@@ -8,8 +8,6 @@ and the number of their tokens matter.
 
 Exit status: 0 if the run fits, 3 if it does not, 2 for bad flags, 1 for a failure.
 """
-import time
-
 import torch
 
 from nanochat.common import BadInput, run_script
@@ -45,9 +43,8 @@ def main(argv=None):
     if own.find_mesh:
         raise BadInput("--find_mesh is for base_train: puzzle_train divides no weights, so leave it out")
     say = prepare(own)
-    started = time.monotonic()
     programs, traced = trace_run(flags, own.tpu_slice.chips)
-    report = make_report(own, flags.as_dict(), programs, traced, time.monotonic() - started, say)
+    report = make_report(own, flags.as_dict(), programs, traced, say)
     return deliver(own, report, say)
 
 

@@ -10,8 +10,6 @@ overlap with no operation. docs/preflight.md says how far to trust them.
 
 Exit status: 0 if the run fits, 3 if it does not, 2 for bad flags, 1 for a failure.
 """
-import time
-
 from nanochat.common import run_script
 from nanochat.data.mixture import read_mixture
 from nanochat.data.tokenizer import load_tokenizer
@@ -38,11 +36,9 @@ def main(argv=None):
     plan = make_plan(flags, tokenizer.n_vocab, "tpu", own.tpu_slice.chips)
     for line in (*describe_plan(plan, tokenizer), *mixture_lines(flags.data, plan)):
         say(line)
-    started = time.monotonic()
     programs, traced = trace_run(flags, own.tpu_slice.chips)
-    trace_s = time.monotonic() - started
     settled = flags.settled(programs.plan.config).as_dict()
-    report = make_report(own, settled, programs, traced, trace_s, say)
+    report = make_report(own, settled, programs, traced, say)
     report["host"] = estimate_host(flags, programs.plan, own.tpu_slice, programs.checkpoint_bytes())
     report |= search(own, flags, programs.plan.kernel, say)
     return deliver(own, report, say)

@@ -1,7 +1,6 @@
 """Solves one problem by a search, or compares methods of search at equal budgets: for scripts/solve.py."""
 import queue
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from statistics import fmean
@@ -93,7 +92,6 @@ def solve(judge, load, problem, method, budget, workers):
     check_prompt(judge, problem)  # before the model is loaded
     [writer] = load(1)
     search = Search(writer, judge, problem, budget, workers, note)
-    begun = time.monotonic()
     METHODS[method](search)
     answer = search.answer
     code = problem.program(answer.text + problem.closing()).rstrip()
@@ -103,7 +101,6 @@ def solve(judge, load, problem, method, budget, workers):
           f"{search.num_calls} calls of g++", flush=True)
     if answer.message:
         note(answer.message)
-    note(f"{time.monotonic() - begun:.1f} s")
     compute_cleanup(writer.dist)
     return int(answer.status not in (PASSED, COMPILES))
 

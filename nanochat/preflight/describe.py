@@ -199,11 +199,10 @@ def describe_searches(report):
     lines = []
     if "find_mesh" in report:
         found = report["find_mesh"]
-        lines.append(f"smallest --mesh_fsdp that fits: {found['smallest']}; {len(found['peak_bytes'])} tried, "
-                     f"{found['seconds']:.0f} s")
+        lines.append(f"smallest --mesh_fsdp that fits: {found['smallest']}; {len(found['peak_bytes'])} tried")
     if "find_batch" in report:
         found = report["find_batch"]
         largest = ", ".join(f"{setting} {each['largest']}" for setting, each in found["settings"].items())
         lines.append(f"largest --device_batch_size by --activation_checkpointing: {largest}; "
-                     f"{found['compilations']} compilations, {found['seconds']:.0f} s")
+                     f"{found['compilations']} compilations")
     return lines

@@ -1,7 +1,5 @@
 """Searches for the largest batch, or the smallest mesh, with which base_train's programs fit into a chip's memory."""
 import tempfile
-import time
-from dataclasses import dataclass
 
 from nanochat.common import BadInput
 from nanochat.data.tokenizer import load_tokenizer
@@ -64,61 +62,54 @@ def flags_of_meshes(flags, chips):
     return found
 
 
-@dataclass(frozen=True)
-class Fit:
-    """Whether the programs of a run fit into a chip's memory."""
-    peak_bytes: int | None  # None if they do not fit
-    too_large: tuple = ()  # the names of those that do not
-
-
 def try_run(own, flags, kinds):
-    """Compiles the programs of these kinds of a run with base_train's Flags. Returns the Fit."""
+    """Compiles the programs of these kinds of a run with base_train's Flags. Returns the most bytes of a chip's memory
+    that one of them takes; None if they do not fit."""
     programs, traced = trace_run(flags, own.tpu_slice.chips)
     resident_bytes = programs.resident_bytes()
     peaks = []
-    too_large = []
     # Without schedules, which memory does not need: they take a tenth to a quarter of the time of compiling.
     with tempfile.TemporaryDirectory(prefix="tpu_preflight_") as scratch:
         for program, compiled in compile_programs(of_kinds(traced, kinds), own.tpu_slice, scratch, own.timeout_s,
                                                   own.jobs):
             peaks.append(peak_bytes(program, compiled, resident_bytes))
             if compiled.out_of_memory or peaks[-1] > own.tpu_slice.tpu.usable_hbm_bytes:
-                too_large.append(program.name)
-    return Fit(None if too_large else max(peaks), tuple(too_large))
+                return None
+    return max(peaks)
+
+
+def verdict(peak):
+    return "does not fit" if peak is None else f"fits, {peak / GIB:.2f} GiB"
 
 
 def find_mesh(try_mesh, sizes, say=print):
-    """Tries the `sizes` of --mesh_fsdp in their order until one fits: try_mesh(size) returns the Fit. Returns a JSON
-    object with the size that fits (None if none does) and the peak memory of all that it tried."""
+    """Tries the `sizes` of --mesh_fsdp in their order until one fits: try_mesh(size) returns the peak memory or None.
+    Returns a JSON object with the size that fits (None if none does) and the peak memory of all that it tried."""
     peaks = {}
     smallest = None
-    started = time.monotonic()
     for fsdp in sizes:
-        trial = try_mesh(fsdp)
-        peaks[fsdp] = trial.peak_bytes
-        if trial.peak_bytes is not None:
-            say(f"--mesh_fsdp={fsdp}: fits, {trial.peak_bytes / GIB:.2f} GiB")
+        peaks[fsdp] = try_mesh(fsdp)
+        say(f"--mesh_fsdp={fsdp}: {verdict(peaks[fsdp])}")
+        if peaks[fsdp] is not None:
             smallest = fsdp
             break
-        say(f"--mesh_fsdp={fsdp}: {' and '.join(trial.too_large)} do not fit")
-    return {"smallest": smallest, "peak_bytes": peaks, "seconds": time.monotonic() - started}
+    return {"smallest": smallest, "peak_bytes": peaks}
 
 
 def find_batch(try_batch, start, settings, say=print):
     """Searches for the largest --device_batch_size that fits with each of `settings`, values of
     --activation_checkpointing, each of which needs less memory than the one before. try_batch(size, setting) returns
-    the Fit. The search begins with `start`, and then with the largest size of the setting before.
+    the peak memory or None. The search begins with `start`, and then with the largest size of the setting before.
 
     Returns a JSON object with the largest size of each setting (None if none fits) and the peak memory of all trials.
     """
     found = {}
-    started = time.monotonic()
     for setting in settings:
         largest, peaks = _largest_batch(try_batch, start, setting, say)
         found[setting] = {"largest": largest or None, "peak_bytes": peaks}
         start = largest or start
     compilations = sum(len(each["peak_bytes"]) for each in found.values())
-    return {"settings": found, "compilations": compilations, "seconds": time.monotonic() - started}
+    return {"settings": found, "compilations": compilations}
 
 
 def _largest_batch(try_batch, start, setting, say):
@@ -127,9 +118,8 @@ def _largest_batch(try_batch, start, setting, say):
 
     def fits(batch):
         if batch not in peaks:
-            peaks[batch] = try_batch(batch, setting).peak_bytes
-            verdict = "does not fit" if peaks[batch] is None else f"fits, {peaks[batch] / GIB:.2f} GiB"
-            say(f"--device_batch_size={batch} --activation_checkpointing={setting}: {verdict}")
+            peaks[batch] = try_batch(batch, setting)
+            say(f"--device_batch_size={batch} --activation_checkpointing={setting}: {verdict(peaks[batch])}")
         return peaks[batch] is not None
 
     # The size is halved until it fits and doubled while it does; last comes the size halfway to its double.

@@ -3,7 +3,6 @@ run costs. describe.py says it to a person."""
 import math
 import re
 import tempfile
-import time
 from dataclasses import asdict, dataclass
 
 from nanochat.device import tpu
@@ -25,15 +24,15 @@ def of_kinds(traced, kinds):
     return [program for name, program in traced.items() if kind_of(name) in kinds]
 
 
-def make_report(own, flags, programs, traced, trace_s, say=print):
+def make_report(own, flags, programs, traced, say=print):
     """Compiles the traced programs of a run that the PreflightFlags `own` name and returns the report. flags: {name:
-    value} of all flags of the run. programs: its Programs. traced: its {name: TracedProgram}; trace_s: the seconds that
-    tracing took. say: is called with each line of progress."""
+    value} of all flags of the run. programs: its Programs. traced: its {name: TracedProgram}. say: is called with each
+    line of progress."""
     tpu_slice = own.tpu_slice
     plan = programs.plan
     traced = of_kinds(traced, own.kinds)
-    say(f"traced {', '.join(program.name for program in traced)} in {trace_s:.0f} s; compiling for "
-        f"{own.accelerator} ({tpu_slice.tpu.name} {tpu_slice.topology})")
+    say(f"compiling {', '.join(program.name for program in traced)} for {own.accelerator} ({tpu_slice.tpu.name} "
+        f"{tpu_slice.topology})")
     report = {
         "accelerator": own.accelerator, "chips": tpu_slice.chips, "hosts": tpu_slice.hosts,
         "topology": tpu_slice.topology, "zone": own.zone, "usd_per_chip_hour": own.usd_per_chip_hour,
@@ -41,7 +40,7 @@ def make_report(own, flags, programs, traced, trace_s, say=print):
         "plan": {"unit": plan.unit, "total_batch_size": plan.units(0, 1), "grad_accum_steps": plan.micro_steps(0),
                  "num_iterations": plan.num_iterations, f"flops_per_{plan.unit[:-1]}": plan.flops_per_unit,
                  "parameters": sum(plan.parameters.values())},
-        "trace_s": trace_s, "usable_hbm_bytes": tpu_slice.tpu.usable_hbm_bytes, "memory": programs.memory_groups(),
+        "usable_hbm_bytes": tpu_slice.tpu.usable_hbm_bytes, "memory": programs.memory_groups(),
         "programs": {}, "out_of_memory": {}, "explained": {}}
     _compile(own, programs, traced, report, say)
     peak = max((program["peak_bytes"] for program in report["programs"].values()), default=0)
@@ -62,7 +61,6 @@ def _compile(own, programs, traced, report, say):
     runs_per_step = {MICRO_STEP: programs.plan.micro_steps(0), "update": 1, "evaluate": 0}
     resident_bytes = programs.resident_bytes()
     options = schedule.LIBTPU_OPTIONS_WITH_BUNDLES if own.explain else schedule.LIBTPU_OPTIONS
-    started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="tpu_preflight_") as scratch:
         for program, compiled in compile_programs(traced, own.tpu_slice, own.dump_dir or scratch, own.timeout_s,
                                                   own.jobs, options):
@@ -81,7 +79,6 @@ def _compile(own, programs, traced, report, say):
                 lines = explain(own.explain, ops, compiled.schedules, own.tpu_slice.tpu)
                 if lines:
                     report["explained"][name] = lines
-    report["compile_wall_s"] = time.monotonic() - started
 
 
 def save_every_s(flags, step_s):

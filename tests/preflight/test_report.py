@@ -6,7 +6,7 @@ import pytest
 from nanochat.device import tpu
 from nanochat.preflight.describe import describe_cost
 from nanochat.preflight.estimate import report_run
-from nanochat.preflight.fit import Fit, find_batch, find_mesh
+from nanochat.preflight.fit import find_batch, find_mesh
 from nanochat.preflight.flags import PreflightFlags
 from nanochat.preflight.language import name_buffer_of_gpt
 from nanochat.preflight.report import advice, costs
@@ -37,14 +37,14 @@ def test_the_advice_follows_from_what_is_large(kernel, checkpointing, batch_size
 def test_the_smallest_mesh_is_found_from_below():
     def try_mesh(fsdp):
         tried.append(fsdp)
-        return Fit(2**34 // fsdp) if fsdp >= fits_from else Fit(None, ("update",))
+        return 2**34 // fsdp if fsdp >= fits_from else None
 
     for fits_from, smallest, calls in ((4, 4, [1, 2, 4]), (1, 1, [1]), (16, None, [1, 2, 4, 8])):
         tried, said = [], []
         found = find_mesh(try_mesh, (1, 2, 4, 8), said.append)
         assert found["smallest"] == smallest and tried == calls == list(found["peak_bytes"])
         assert found["peak_bytes"][calls[-1]] == (2**34 // smallest if smallest else None)
-        assert len(said) == len(calls) and ("update do" in said[0]) == (fits_from > 1)
+        assert len(said) == len(calls) and ("does not fit" in said[0]) == (fits_from > 1)
 
 
 def test_who_cannot_fit_into_a_chip_of_many_is_told_of_the_mesh():
@@ -59,7 +59,7 @@ def test_who_cannot_fit_into_a_chip_of_many_is_told_of_the_mesh():
 def test_the_largest_batch_is_found_by_doubling_halving_and_looking_between(start):
     def try_batch(batch_size, setting):
         fits = batch_size <= {"none": 6, "qkv": 11, "all": 50}[setting]
-        return Fit(batch_size * 2**30 if fits else None)
+        return batch_size * 2**30 if fits else None
 
     found = find_batch(try_batch, start, ("none", "qkv", "all"), say=lambda line: None)["settings"]
     assert [each["largest"] for each in found.values()] == [6, 9, 36]
@@ -68,7 +68,7 @@ def test_the_largest_batch_is_found_by_doubling_halving_and_looking_between(star
 
 
 def test_no_batch_may_fit():
-    found = find_batch(lambda *_: Fit(None), 2, ("none", "all"), say=lambda line: None)
+    found = find_batch(lambda *_: None, 2, ("none", "all"), say=lambda line: None)
     assert found["settings"]["none"] == found["settings"]["all"] == {"largest": None, "peak_bytes": {2: None, 1: None}}
     assert found["compilations"] == 4
 
