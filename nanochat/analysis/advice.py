@@ -25,11 +25,13 @@ class Advice:
 
 
 def flags_of(run):
-    """Returns the flags {name: value} of the run's newest checkpoint; {} without one, or if it cannot be read."""
-    try:
-        return load_meta(list_checkpoints(run.directory)[-1]).flags
-    except (IndexError, BadInput):
-        return {}
+    """Returns the flags {name: value} of the run's newest checkpoint whose meta.json can be read, {} without one."""
+    for path in reversed(list_checkpoints(run.directory)):
+        try:
+            return load_meta(path).flags
+        except BadInput:
+            continue
+    return {}
 
 
 def describe(run):
