@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import subprocess
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,7 +15,6 @@ from nanochat.corpus.sources import archive_source, readable
 from nanochat.record.progress import Progress
 
 RESERVED_INITIALS = "oz"  # packages with these initials are reserved for evaluation and must not be trained on
-INDEX_MAX_AGE_S = 24 * 3600
 UPDATE_TIMEOUT_S = 600
 DOWNLOAD_TIMEOUT_S = 3600  # per package
 PARALLEL_DOWNLOADS = 3
@@ -87,17 +85,13 @@ def _download(names, cache_dir):
 
     with (Progress(f"apt: downloading {len(names)} source packages", nbytes) as bar,
           ThreadPoolExecutor(PARALLEL_DOWNLOADS) as pool):
-        futures = [pool.submit(download, name) for name in names]
-        try:
-            for future in futures:
-                bar.update(future.result())
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
+        for size in pool.map(download, names):
+            bar.update(size)
 
 
 def _private_apt(apt_dir):
     """Returns options for apt-get to use package lists below `apt_dir` instead of the system's. They list the system's
-    repositories, with deb-src instead of deb, and are updated when they are a day old."""
+    repositories, with deb-src instead of deb."""
     derived = _source_repositories()
     sources_dir = apt_dir / "sources.list.d"
     lists_dir = apt_dir / "lists"
@@ -107,13 +101,7 @@ def _private_apt(apt_dir):
                "-o", "Dir::Cache::pkgcache=", "-o", "Dir::Cache::srcpkgcache=",  # concurrent clients would share them
                "-o", "APT::Sandbox::User=root",  # the user _apt cannot write into a private directory
                "-o", "Acquire::Retries=3", "-o", "Acquire::http::Timeout=60", "-o", "Acquire::https::Timeout=60"]
-    # The folder is emptied first and the stamp is written last, so lists of an interrupted update are never used. Lists
-    # of other repositories are not used either.
-    stamp = apt_dir / "updated"
-    is_fresh = stamp.exists() and time.time() - stamp.stat().st_mtime < INDEX_MAX_AGE_S
-    if is_fresh and derived == {path.name: path.read_text() for path in sources_dir.iterdir()}:
-        return options
-    shutil.rmtree(apt_dir, ignore_errors=True)
+    shutil.rmtree(apt_dir, ignore_errors=True)  # lists of an interrupted update, or of other repositories
     for directory in (sources_dir, lists_dir, cache_dir):
         directory.mkdir(parents=True)
     for name, text in derived.items():
@@ -122,7 +110,6 @@ def _private_apt(apt_dir):
     if not any("_Sources" in path.name for path in lists_dir.iterdir()):
         reason = next((line for line in messages.splitlines() if line.startswith(("Err", "W:", "E:"))), "there is none")
         raise BadInput(f"--debian_source: apt got no index of source packages ({reason.strip()}): check the network")
-    stamp.touch()
     return options
 
 
