@@ -2,7 +2,6 @@
 import ipaddress
 import socket
 from functools import partial
-from http import HTTPStatus
 
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -55,7 +54,7 @@ def make_runner(app, api_key=None, request_timeout_s=REQUEST_TIMEOUT_S, max_conn
 # connections would keep out everybody.
 class LimitedConnection(H11Protocol):
     """A connection that closes if the headers of a request are late, if a body continues after its answer, and after
-    the answer to a client without the key. It is refused if too many are open, in all or of such clients."""
+    the answer to a client without the key. If too many are open, it is refused; if too many of such clients, closed."""
 
     def __init__(self, api_key, request_timeout_s, max_connections, *arguments, **options):
         super().__init__(*arguments, **options)
@@ -76,7 +75,7 @@ class LimitedConnection(H11Protocol):
         for other in self.connections:
             num_strangers += other.is_stranger and other.address == self.address
         if num_strangers > MAX_WITHOUT_KEY:
-            self._refuse(503, f"{MAX_WITHOUT_KEY} connections of your address wait without the key: try again later")
+            self.transport.close()
         elif len(self.connections) > self._max_connections:
             self.app = error_answer(503, f"{self._max_connections} connections are open already: try again later")
 
@@ -105,14 +104,3 @@ class LimitedConnection(H11Protocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-
-    def send_400_response(self, msg):
-        """uvicorn's answer to what is not HTTP."""
-        self._refuse(400, "this is not a request of HTTP/1.1")
-
-    def _refuse(self, status, message):
-        """Answers at once, and closes the connection."""
-        body = error_answer(status, message).body
-        self.transport.write(f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\nContent-Type: application/json\r\n"
-                             f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body)
-        self.transport.close()
