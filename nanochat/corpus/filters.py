@@ -6,7 +6,6 @@ and OpenCoder (2411.04905), the limits were chosen by looking at C++ on both sid
 import heapq
 import re
 import zlib
-from functools import cached_property
 from pathlib import Path
 
 from nanochat.common import BadInput
@@ -30,32 +29,24 @@ class Code:
 
     def __init__(self, text):
         self.text = text
-
-    @cached_property
-    def visible(self):
-        return max(1, len(self.text.translate(None, _SPACE)))
-
-    @cached_property
-    def _parts(self):
-        comments = strings = begin = 0
+        self.visible = max(1, len(text.translate(None, _SPACE)))
+        self.comments = 0  # visible bytes
+        self.strings = 0  # visible bytes, without names of headers
         rest = []
-        for match in _COMMENT_OR_STRING.finditer(self.text):
+        begin = 0
+        for match in _COMMENT_OR_STRING.finditer(text):
             found = match[0]
-            rest.append(self.text[begin:match.start()])
+            rest.append(text[begin:match.start()])
             begin = match.end()
             if found.startswith(b"/"):
-                comments += len(found.translate(None, _SPACE))
+                self.comments += len(found.translate(None, _SPACE))
                 rest.append(b" ")
             else:
-                if b"include" not in self.text[max(0, match.start() - 9):match.start()]:
-                    strings += len(found.translate(None, _SPACE))
+                if b"include" not in text[max(0, match.start() - 9):match.start()]:
+                    self.strings += len(found.translate(None, _SPACE))
                 rest.append(b'""')
-        rest.append(self.text[begin:])
-        return comments, strings, b"".join(rest)
-
-    comments = property(lambda self: self._parts[0])  # visible bytes
-    strings = property(lambda self: self._parts[1])  # visible bytes, without names of headers
-    rest = property(lambda self: self._parts[2])  # the text without comments, and with "" for strings
+        rest.append(text[begin:])
+        self.rest = b"".join(rest)  # the text without comments, and with "" for strings
 
 
 def repeated_lines(code):
@@ -202,6 +193,8 @@ class Filters:
 
     def dropping(self, text, title, key):
         """Returns the name of the first filter that drops a document, or "". key: a hash of its text."""
+        if not self.names:
+            return ""
         code = Code(text)
         numbers = {}
         for name in self.names:
