@@ -179,10 +179,10 @@ class RayRun:
         except self.ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, BadInput):
                 return str(error.cause)
-            return (f"it cannot run this program ({_last_line(error.cause)}): install the same version there, with "
+            return (f"it cannot run this program ({_lines(error.cause)[-1]}): install the same version there, with "
                     "'.[data,ray]'")
         except self.ray.exceptions.RayError as error:
-            return (f"it has lost a worker ({_first_line(error)}): give it more memory, and run the same command "
+            return (f"it has lost a worker ({_lines(error)[0]}): give it more memory, and run the same command "
                     "again")
 
     def __call__(self, function, calls, done):
@@ -226,17 +226,13 @@ class RayRun:
     def _again(self, function, tries, error):
         if tries == TRIES:
             raise BadInput(f"a task ({function.__name__}) was lost {TRIES} times, perhaps because memory ran out "
-                           f"({_first_line(error)}): give the nodes more, and run the same command again, which "
+                           f"({_lines(error)[0]}): give the nodes more, and run the same command again, which "
                            "resumes")
         print(f"a task ({function.__name__}) was lost with its worker or node: try {tries + 1} of {TRIES}", flush=True)
 
 
-def _first_line(error):
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
-def _last_line(error):
-    return (str(error).strip().splitlines() or [type(error).__name__])[-1]
+def _lines(error):
+    return str(error).strip().splitlines() or [type(error).__name__]
 
 
 def _name(node):
