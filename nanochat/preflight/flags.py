@@ -66,14 +66,9 @@ def read_preflight_flags(argv=None, description="", titles=TITLES, flags_of_trai
     if own.usd_per_chip_hour is None:
         tpu.require_known_zone(own.tpu_slice.accelerator, own.zone)
     if own.json not in (None, "-"):
-        folder = Path(own.json).parent
-        if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-            raise BadInput(f"--json={own.json}: {folder} is not a folder that is writable: name another one")
-        if Path(own.json).is_dir():
-            raise BadInput(f"--json={own.json} is a folder: name a file")
+        if Path(own.json).is_dir() or not os.access(Path(own.json).parent, os.W_OK | os.X_OK):
+            raise BadInput(f"--json={own.json} cannot be written: name a file in a writable folder")
     if own.dump_dir:
-        if own.dump_dir.is_file():
-            raise BadInput(f"--dump_dir={own.dump_dir} is a file: name another one")
         require_writable_dir(own.dump_dir)
     return replace(own, accelerator=own.tpu_slice.accelerator), flags_of_training(*of_training)
 
