@@ -1,7 +1,6 @@
 """Compares the variants of an ablation, and writes its table, as text, page and JSON, and their curves. Two variants
 differ only if their final values do by more than the spread between seeds explains."""
 import json
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 
@@ -73,12 +72,17 @@ def write_results(trials, chip_seconds, folder):
         of_runs = {"seeds": seeds, "solutions": variant.solutions()}
         results[name] = asdict(comparisons[name]) | variant.cost() | of_runs
     picture = folder / "ablation.png"
-    with replacing(picture) as unfinished:
-        draw(unfinished, variants)
-    with replacing(folder / "report.html") as unfinished:
-        unfinished.write_text(make_page(folder.name, rows, [picture]), encoding="utf-8")
-    with replacing(folder / "results.json") as unfinished:
-        unfinished.write_text(json.dumps(results, indent=1))
+    try:
+        with written_whole(picture) as unfinished:
+            draw(unfinished, variants)
+        with written_whole(folder / "report.html") as unfinished:
+            unfinished.write_text(make_page(folder.name, rows, [picture]), encoding="utf-8")
+        with written_whole(folder / "results.json") as unfinished:
+            unfinished.write_text(json.dumps(results, indent=1))
+    except OSError as error:
+        if is_disk_full(error):
+            raise
+        raise BadInput(f"{folder} cannot be written ({error}): mend this, and start again") from None
     return format_table(rows)
 
 
@@ -114,18 +118,6 @@ def finish_or_reopen(trial):
         (trial.directory / FINISHED_FILE).unlink()
         return False
     return True
-
-
-@contextmanager
-def replacing(path):
-    """As written_whole, but raises BadInput if the file cannot be written."""
-    try:
-        with written_whole(path) as unfinished:
-            yield unfinished
-    except OSError as error:
-        if is_disk_full(error):
-            raise
-        raise BadInput(f"{path} cannot be written ({error.strerror}): move it away, and start again") from None
 
 
 # The comparison
