@@ -45,8 +45,10 @@ def find_duplicates(index, run, done):
     own = np.arange(len(index.key))
     exact = _first_alike(index.key) != own
     pairs = np.empty(0, np.int64)  # first document × N + document; one that several bands have found is compared once
+    # This process reads one band at a time, and holds about 0.1 kB for each document. The signatures, 0.5 kB each, are
+    # read by the tasks that compare them.
     for band in BANDS:
-        first = _first_alike(np.concatenate([read_column(path, band) for path in index.runs]))
+        first = _first_alike(np.concatenate(read_column(index.runs, band)))
         chosen = np.flatnonzero((first != own) & ~exact)
         pairs = np.union1d(pairs, first[chosen] * len(own) + chosen)
         done(0.5 / len(BANDS))

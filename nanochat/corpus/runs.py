@@ -9,7 +9,8 @@ import pyarrow.parquet as pq
 
 from nanochat.corpus.workers import whole_file
 
-NUM_PERMUTATIONS, VALUES_PER_BAND = 128, 8  # of a signature, see duplicates.py
+NUM_PERMUTATIONS = 128  # of a signature, see duplicates.py
+VALUES_PER_BAND = 8
 BANDS = [f"band_{number}" for number in range(NUM_PERMUTATIONS // VALUES_PER_BAND)]
 ROW_GROUP_DOCUMENTS = 64
 SCHEMA = pa.schema([("text", pa.string()), ("path", pa.string()), ("source", pa.string()), ("licence", pa.string())])
@@ -55,15 +56,15 @@ class Index:
 
 def load_index(runs):
     """Returns the Index of all documents in `runs`, a list of paths, in their order."""
-    keys = [read_column(path, "key") for path in runs]
+    keys = read_column(runs, "key")
     lengths = list(map(len, keys))
     return Index(runs, np.repeat(np.arange(len(runs)), lengths), np.concatenate(list(map(np.arange, lengths))),
-                 np.concatenate(keys), np.concatenate([read_column(path, "nbytes") for path in runs]))
+                 np.concatenate(keys), np.concatenate(read_column(runs, "nbytes")))
 
 
-def read_column(path, name):
-    """Returns a column of numbers of a run, (documents,)."""
-    return pq.read_table(path, columns=[name])[name].to_numpy()
+def read_column(runs, name):
+    """Returns a column of numbers, a list with an array (documents,) for each of the runs."""
+    return [pq.read_table(path, columns=[name])[name].to_numpy() for path in runs]
 
 
 def parts_of(index, documents):

@@ -20,10 +20,15 @@ _JOIN = {ast.And: operator.and_, ast.Or: operator.or_}
 def find_places(text, known):
     """Returns {name in a condition, such as meta.score: (column, fields in it)}. known: {name: column}. Raises BadInput
     if a name is not known, or the text not in Python's syntax."""
-    names = [node for node in ast.walk(_parse(text)) if isinstance(node, (ast.Name, ast.Attribute))]
-    beginnings = {node.value for node in names if isinstance(node, ast.Attribute)}  # meta.score is one name
+    names = set()
+    inner = set()  # meta in meta.score, which is one name
+    for node in ast.walk(_parse(text)):  # from the outside in
+        if isinstance(node, ast.Attribute):
+            inner.add(node.value)
+        if isinstance(node, (ast.Name, ast.Attribute)) and node not in inner:
+            names.add(ast.unparse(node))
     places = {}
-    for name in sorted(ast.unparse(node) for node in names if node not in beginnings):
+    for name in sorted(names):
         first, *fields = name.split(".")
         if first not in known:
             raise BadInput(f"--where={text}: no column is called {first}, of {', '.join(sorted(known))}")

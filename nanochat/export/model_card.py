@@ -69,9 +69,8 @@ def _data_of(manifest):
             sources.append(" | ".join(map(_cell, cells)))
     total = (manifest.get("totals") or {}).get(Path(DEFAULT_DIRS["train"]).name, {})
     num_files = total.get("files", total.get("documents", 0))  # with --pack=project a document is not one file
-    held_out = [("whole projects", val), ("parts of data sets", divided)]
     return {"num_files": num_files, "nbytes": total.get("bytes", 0), "sources": sources,
-            "licences": licences.most_common(), "held_out": [(what, names) for what, names in held_out if names]}
+            "licences": licences.most_common(), "held_out": {"whole projects": val, "parts of data sets": divided}}
 
 
 def _trained_on(source, what):
