@@ -92,9 +92,6 @@ def _compile_in_subprocess(program, tpu_slice, folder, timeout_s, processes, sch
         compiled = json.loads((folder / "compiled.json").read_text())
         if schedule_options and not compiled.get("out_of_memory"):
             schedules = schedule.read_folder(schedules_folder)
-    except schedule.Unreadable as error:
-        raise Failure(f"{program.name}: {error}: is the disk full? If not, this is another version of libtpu: "
-                            "install the one that pyproject.toml names") from None
     finally:
         shutil.rmtree(schedules_folder, ignore_errors=True)  # 80 MB and more
     return CompiledProgram(**compiled, schedules=schedules, hlo_text=(folder / "optimised.hlo").read_text())

@@ -6,6 +6,8 @@ import re
 from collections import Counter
 from dataclasses import dataclass, field
 
+from nanochat.common import Failure
+
 _PROGRAM = "post-delay-converter"
 _USE = "pre-delay_hlo-static-per-bundle-utilization"
 _BUNDLES = "packed-bundles-post-ra"
@@ -18,6 +20,7 @@ LIBTPU_OPTIONS_WITH_BUNDLES = LIBTPU_OPTIONS | {
     "xla_jf_dump_category_filter": "utilization,original,codegen",
     "xla_jf_dump_llo_pass_label_regex": f"^({_PROGRAM}|{_USE}|{_BUNDLES})$"}
 _FILE = re.compile(rf"(\d+-(.+)-)\d+-({_PROGRAM}|{_USE}|{_BUNDLES})\.txt")
+_ADVICE = "is the disk full? If not, this is another version of libtpu: install the one that pyproject.toml names"
 _TOP_LEVEL = "TLP"  # the name that libtpu gives to the program that calls the operations
 
 _REGION = re.compile(r"( *)\$region\d+: ")
@@ -30,10 +33,6 @@ _MATMUL = re.compile(r"= (vmatmul\S*)(\.mxu\d)(\S*)")
 _UNITS = {"MXU": "matrix", "XLU": "across lanes", "VALU": "vector", "EUP": "transcendental", "LOAD": "load",
           "STORE": "store", "SALU": "scalar", "VLOAD": "load", "VSTORE": "store"}  # the last two since libtpu 0.0.22
 _BUNDLE = re.compile(r" *(0x[0-9a-f]+|0) .*?\{(.*)")
-
-
-class Unreadable(Exception):
-    """Schedules are missing, or one is cut off or in another notation. The message says which."""
 
 
 @dataclass
@@ -106,7 +105,7 @@ class Schedule:
 
 def read_folder(folder):
     """Returns {name of an HLO operation: Schedule} from libtpu's files in `folder`, of each operation the last
-    schedule. Raises Unreadable."""
+    schedule. Raises Failure."""
     files = {}  # name -> {kind: path}
     for path in sorted(folder.iterdir()):  # their names begin with the time
         if found := _FILE.fullmatch(path.name):
@@ -119,12 +118,12 @@ def read_folder(folder):
             try:
                 schedules[name] = read_schedule(program, use)
             except (ValueError, IndexError, ZeroDivisionError):
-                raise Unreadable(f"libtpu's schedule of {name} cannot be read") from None
+                raise Failure(f"libtpu's schedule of {name} cannot be read: {_ADVICE}") from None
         if _BUNDLES in paths and schedules[name].critical:
             with paths[_BUNDLES].open(errors="replace") as bundles:
                 schedules[name].bundles = _bundles_of(bundles, schedules[name].critical)
     if not schedules:
-        raise Unreadable("libtpu wrote no schedules")
+        raise Failure(f"libtpu wrote no schedules: {_ADVICE}")
     return schedules
 
 
