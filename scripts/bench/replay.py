@@ -14,6 +14,7 @@ completes with and without reading them.
 import random
 import string
 import time
+from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -24,7 +25,7 @@ from nanochat.data.shards import TextFlags
 from nanochat.device.ranks import compute_cleanup, compute_init, prepare_xla_environment
 from nanochat.infer.load import ModelFlags, resolve_inference_device_type
 from nanochat.infer.sample import Sampling
-from nanochat.serve.completer import Options, copied, load_completer
+from nanochat.serve.completer import Options, copied, is_word, load_completer
 from scripts.bench.generate import read_pieces
 
 # Pauses before a key: the medians inside of a word and elsewhere, and the deviation of the logarithm.
@@ -67,6 +68,22 @@ def choose_blocks(pieces, flags):
     return blocks
 
 
+def kind_of_place(line):
+    """Returns what is typed next in a line that begins with `line`."""
+    text = line.strip()
+    if not text:
+        return "start of a line"
+    if text.startswith(("#", "/*", "*")) or "//" in text:
+        return "comment or directive"
+    if text.endswith((".", "->", "::")):
+        return "member"
+    if is_word(text[-1] + "x") and line == line.rstrip():
+        return "rest of a name"
+    if text.count("(") > text.count(")"):
+        return "argument"
+    return "elsewhere"
+
+
 def pause_before(generator, typed):
     """Returns the seconds before the key that follows `typed`."""
     median_s = PAUSE_IN_WORD_S if typed[-1:].isalnum() else PAUSE_S
@@ -89,8 +106,9 @@ class Person:
         self.num_characters = 0
         self.seconds = []  # of each completion
         self.num_shown = 0
-        self.num_accepted = 0
-        self.num_saved = 0  # characters, less the keys that accepted them
+        self.asked = Counter()  # {kind of place: number}
+        self.accepted = Counter()
+        self.saved = Counter()  # characters, less the keys that accepted them
 
     def type(self, block):
         self.num_characters += len(block.text)
@@ -106,8 +124,9 @@ class Person:
             offered = self.offer(typed, block, pause_before(generator, typed))
             length = accepted_length(offered, block.text[at:])
             if length:
-                self.num_accepted += 1
-                self.num_saved += length - 1
+                kind = kind_of_place(typed.rpartition("\n")[2])
+                self.accepted[kind] += 1
+                self.saved[kind] += length - 1
             at += max(length, 1)
 
     def offer(self, typed, block, pause_s):
@@ -116,6 +135,7 @@ class Person:
             return ""
         text, seconds = self.complete(typed, block.after, block.others)
         self.seconds.append(seconds)
+        self.asked[kind_of_place(typed.rpartition("\n")[2])] += 1
         if EDITOR_WAITS_S + seconds > pause_s:
             return ""
         self.num_shown += bool(text)
@@ -136,11 +156,12 @@ def asks(completer, tokens):
 
 def show(name, person):
     """Prints what a Person saved."""
+    total = person.num_characters
     seconds = sorted(person.seconds) or [0.0]
     p50 = seconds[50 * (len(seconds) - 1) // 100]
     p95 = seconds[95 * (len(seconds) - 1) // 100]
-    print(f"{name}: {person.num_saved / person.num_characters:.1%} of {person.num_characters:,} characters saved; "
-          f"{person.num_accepted} of {person.num_shown} shown completions accepted; "
+    print(f"{name}: {sum(person.saved.values()) / total:.1%} of {total:,} characters saved; "
+          f"{sum(person.accepted.values())} of {person.num_shown} shown completions accepted; "
           f"p50 {p50:.3f} s, p95 {p95:.3f} s")
 
 
@@ -165,9 +186,13 @@ def main(argv=None):
         contenders["the model, with copies and other files"] = asks(of_project, flags.max_tokens)
         alone = replace(of_project, copies=False, windows={})
         contenders["the model alone, with other files"] = asks(alone, flags.max_tokens)
-    for name, complete in contenders.items():
-        person = Person(complete)
+    people = {name: Person(complete) for name, complete in contenders.items()}
+    for name, person in people.items():
         for block in blocks:
             person.type(block)
         show(name, person)
+    model = people["the model, with copies"]
+    for kind, number in model.asked.most_common():
+        print(f"  {kind}: {model.saved[kind] / model.num_characters:.1%} of all characters saved, "
+              f"{model.accepted[kind]} of {number} accepted")
     compute_cleanup(dist)

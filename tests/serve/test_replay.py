@@ -22,11 +22,12 @@ def test_what_comes_next_is_accepted_with_one_key_if_it_comes_before_the_next_ke
     person = Person(oracle(0.0))
     person.type(BLOCK)
     assert person.num_characters == len(BODY)
-    assert person.num_accepted == 1
-    assert 1 <= len(person.seconds) < 10 and 0 <= len(BODY) - 1 - person.num_saved < 10
+    assert sum(person.accepted.values()) == 1
+    first = sum(person.asked.values())
+    assert 1 <= first < 10 and 0 <= len(BODY) - 1 - sum(person.saved.values()) < 10
     late = Person(oracle(3600.0))
     late.type(BLOCK)
-    assert not late.num_accepted and len(late.seconds) > len(BODY) / 2
+    assert not late.accepted and len(late.seconds) == sum(late.asked.values()) > len(BODY) / 2
 
 
 def test_a_completion_or_its_first_line_must_be_what_comes_next():
@@ -34,6 +35,13 @@ def test_a_completion_or_its_first_line_must_be_what_comes_next():
     assert replay.accepted_length("a;\nx", "a;\n}\nint") == 2
     assert replay.accepted_length("a.", "a;\n}") == 0
     assert replay.accepted_length("\nx", "\n}") == replay.accepted_length("", "\n}") == 0
+
+
+def test_kinds_of_places():
+    lines = ["    ", "#incl", "x = 1;  // the fir", "list.", "p->", "std::", "int nam", "f(a, ", "int name ", "x = "]
+    assert [replay.kind_of_place(line) for line in lines] == [
+        "start of a line", "comment or directive", "comment or directive", "member", "member", "member",
+        "rest of a name", "argument", "elsewhere", "elsewhere"]
 
 
 def test_the_bench_says_what_a_model_saves(gap_run, byte_tokenizer_dir, tmp_path, monkeypatch, capsys):
@@ -44,7 +52,7 @@ def test_the_bench_says_what_a_model_saves(gap_run, byte_tokenizer_dir, tmp_path
     output = capsys.readouterr().out
     assert "nothing: 0.0% of" in output and "the model alone: " in output and "copies alone: " in output
     assert "other files" not in output
-    assert " shown completions accepted; p50 " in output
+    assert "  start of a line: " in output and " shown completions accepted; p50 " in output
 
 
 def test_other_files_of_the_project_are_shown_where_the_corpus_has_them(gap_run, byte_tokenizer_dir, tmp_path,
