@@ -117,6 +117,8 @@ def build(sources, flags, excluded, run, staging):
     if flags.pack != "file":
         documents = pack_projects(documents, flags, staging, run)
     shards = write_shards(documents, flags, staging, run)
+    if isinstance(run, RayRun):
+        print(run.cost(total_bytes(sources)), flush=True)
     totals = {}
     for name, side in documents.sides.items():
         totals[name] = {"documents": int(side.sum()), "bytes": int(documents.index.nbytes[side].sum()),

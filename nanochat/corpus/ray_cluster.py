@@ -8,6 +8,7 @@ import hashlib
 import importlib.metadata
 import os
 import platform
+import resource
 import shutil
 import socket
 import subprocess
@@ -115,18 +116,27 @@ class RayRun:
         self.ray = ray
         self.workers = workers
         self.task_bytes = task_bytes
-        self.looked = 0.0  # time of the last look
+        self.started = time.monotonic()
+        self.looked = self.started
         self.alive = {}  # {id: node} at the last look
+        self.node_s = 0.0
+        self.cpu_s = 0.0
+        self.peak_bytes = 0
+        self.tasks = 0
+        self.repeated = 0
         # Ray repeats a task that ran out of memory without end. So it must repeat none, and __call__ counts the tries.
-        self._task = ray.remote(max_retries=0, num_cpus=1, memory=task_bytes)(_checked)
+        self._task = ray.remote(max_retries=0, num_cpus=1, memory=task_bytes)(_measured)
         self.look()
 
     def look(self):
-        """Prints which nodes are gone since the last look. Returns those with room for a task, {id: node}."""
+        """Counts the time of the nodes, and prints which of them are gone. Returns those with room for a task."""
+        now = time.monotonic()
         nodes = {node["NodeID"]: node for node in self.ray.nodes() if node["Alive"]}
+        # Node-hours add up from look to look: the nodes of the last look count as alive since then.
+        self.node_s += (now - self.looked) * len(self.alive)
         for gone in self.alive.keys() - nodes.keys():
             print(f"node {_name(self.alive[gone])} is gone: others repeat its tasks", flush=True)
-        self.looked = time.monotonic()
+        self.looked = now
         self.alive = nodes
         with_room = {}
         for number, node in nodes.items():
@@ -148,42 +158,58 @@ class RayRun:
         for source in sources:
             for path in (*source.archives, *(os.path.join(source.directory, file) for file in source.files[:1])):
                 files.append((path, *_seen(path)))
+        passed = set()
+        tries = 0
+        while asked := {number: node for number, node in self.require_room().items() if number not in passed}:
+            if tries == TRIES:
+                raise BadInput(f"the workers of node {_name(next(iter(asked.values())))} were lost {TRIES} times, "
+                               "perhaps because memory ran out: give it more, and run the same command again")
+            if tries:
+                time.sleep(1)  # a worker that ran out of memory may have more now
+            passed |= self._probe(asked, folder, files)
+            tries += 1
+
+    def _probe(self, nodes, folder, files):
+        """Returns the numbers of the nodes ({number: node}) that pass. The others have lost their worker. Raises
+        BadInput if a node has a problem or does not answer."""
         probe = folder / f"probe_{uuid.uuid4().hex}"
         probe.mkdir()
-        nodes = self.require_room()
         # One probe is bound to each node. It claims neither cores nor memory, so it also runs on a busy node.
         strategy = self.ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
-        asked = {}  # {reference to the probe's result: node}
-        for number, node in nodes.items():
+        asked = {}  # {reference to the probe's result: number of the node}
+        for number in nodes:
             probing = self._task.options(num_cpus=0, memory=0, scheduling_strategy=strategy(number, soft=False))
-            asked[probing.remote(_versions(), _look_around, (probe, number, files))] = node
+            asked[probing.remote(_versions(), _look_around, (probe, number, files))] = number
         try:
             ready, late = self.ray.wait(list(asked), num_returns=len(asked), timeout=PROBE_S)
+            passed = set()
             for reference in ready:
-                node = asked[reference]
-                problem = self._problem(reference)
-                # A node that writes to a disk of its own, under the same path, reports no error: its file must be seen.
-                if not problem and not any((probe / f"seen_{node['NodeID']}").glob("file")):
-                    problem = f"what it writes to {folder} is not seen here: name an --out_dir that all nodes share"
-                if problem:
-                    raise BadInput(f"node {_name(node)}: {problem}")
+                if self._passes(reference, nodes[asked[reference]], probe):
+                    passed.add(asked[reference])
             if late:
-                raise BadInput(f"node {_name(asked[late[0]])} did not answer in {PROBE_S} s: check it")
+                raise BadInput(f"node {_name(nodes[asked[late[0]]])} did not answer in {PROBE_S} s: check it")
+            return passed
         finally:
             shutil.rmtree(probe, ignore_errors=True)  # a late node may still write there
 
-    def _problem(self, reference):
-        """Returns what a probe says is wrong on its node, or ""."""
+    def _passes(self, reference, node, probe):
+        """Returns whether a node's probe ended well, or else lost its worker. Raises BadInput if it found a problem."""
         try:
-            return self.ray.get(reference)
+            problem, *_ = self.ray.get(reference)
         except self.ray.exceptions.RayTaskError as error:
-            if isinstance(error.cause, BadInput):
-                return str(error.cause)
-            return (f"it cannot run this program ({_lines(error.cause)[-1]}): install the same version there, with "
-                    "'.[data,ray]'")
+            problem = f"{error.cause}"
+            if not isinstance(error.cause, BadInput):
+                problem = (f"it cannot run this program ({_lines(error.cause)[-1]}): install the same version there, "
+                           "with '.[data,ray]'")
         except self.ray.exceptions.RayError as error:
-            return (f"it has lost a worker ({_lines(error)[0]}): give it more memory, and run the same command "
-                    "again")
+            print(f"node {_name(node)} has lost a worker ({_lines(error)[0]})", flush=True)
+            return False
+        # A node that writes to a disk of its own, under the same path, reports no error: its file must be seen here.
+        if not problem and not any((probe / f"seen_{node['NodeID']}").glob("file")):
+            problem = f"what it writes to {probe.parent} is not seen here: name an --out_dir that all nodes share"
+        if problem:
+            raise BadInput(f"node {_name(node)}: {problem}")
+        return True
 
     def __call__(self, function, calls, done):
         tries = Counter()
@@ -205,7 +231,7 @@ class RayRun:
                     i = running.pop(reference)
                     ended = now
                     try:
-                        done(i, self.ray.get(reference))
+                        done(i, self._result(reference))
                     except self.ray.exceptions.RayTaskError as error:
                         raise (error.cause if isinstance(error.cause, Exception) else error) from None
                     except self.ray.exceptions.RayError as error:  # its worker or node is lost
@@ -223,12 +249,29 @@ class RayRun:
                 self.ray.cancel(reference, force=True)
             raise
 
+    def _result(self, reference):
+        """Returns the result of a task that has ended, and counts what it took."""
+        result, cpu_s, peak_bytes = self.ray.get(reference)
+        self.tasks += 1
+        self.cpu_s += cpu_s
+        self.peak_bytes = max(self.peak_bytes, peak_bytes)
+        return result
+
     def _again(self, function, tries, error):
         if tries == TRIES:
             raise BadInput(f"a task ({function.__name__}) was lost {TRIES} times, perhaps because memory ran out "
                            f"({_lines(error)[0]}): give the nodes more, and run the same command again, which "
                            "resumes")
+        self.repeated += 1
         print(f"a task ({function.__name__}) was lost with its worker or node: try {tries + 1} of {TRIES}", flush=True)
+
+    def cost(self, nbytes):
+        """Returns a line with the cost of the run and the bytes of sources per second."""
+        self.look()
+        seconds = self.looked - self.started
+        return (f"ray: {len(self.alive)} nodes, {self.node_s / 3600:.3f} node-hours, {self.cpu_s:.0f} CPU-seconds in "
+                f"{self.tasks} tasks ({self.repeated} repeated), {nbytes / 1e6 / seconds:.1f} MB of sources per "
+                f"second, at most {self.peak_bytes / 1e6:.0f} of {self.task_bytes / 1e6:.0f} MB in a worker")
 
 
 def _lines(error):
@@ -252,13 +295,16 @@ def _versions():
             **{name: importlib.metadata.version(name) for name in ("numpy", "pyarrow", "rensa")}}
 
 
-def _checked(versions, function, arguments):
-    """Returns function(*arguments). Raises BadInput if the versions differ from those of the machine that asks."""
+def _measured(versions, function, arguments):
+    """Calls function(*arguments). Returns its result, the CPU seconds, and the peak memory of this process in bytes.
+    Raises BadInput if the versions differ from those of the machine that asks."""
     for name, version in versions.items():
         if _versions()[name] != version:
             raise BadInput(f"{name} is {_versions()[name]} on {socket.gethostname()} and {version} where the command "
                            "runs, which would make other bytes: install the same version")
-    return function(*arguments)
+    before = time.process_time()
+    result = function(*arguments)
+    return result, time.process_time() - before, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _seen(path):

@@ -119,6 +119,8 @@ def test_the_bytes_are_those_of_one_machine_though_nodes_and_the_command_are_kil
     assert {path.name for path in (tmp_path / "nodes").iterdir()} == {
         "base_data_v3", "val", "manifest.json", "filters.html", ".prepare_data.lock"}
     assert len(raylets) == 1 and output.count("was lost with its worker or node: try 2 of 5") >= 2
+    cost = re.search(r"node-hours, \d+ CPU-seconds in \d+ tasks \((\d+) repeated\), .* most (\d+) of \d+ MB", output)
+    assert int(cost[1]) >= 2 and int(cost[2]) > 50
 
     process = start(address, f"--out_dir={tmp_path / 'again'}", *flags, "--pack=project")
     scans = tmp_path / "again" / ".work" / "scans"
@@ -165,7 +167,7 @@ class LossyRay:
         self.losses[number] -= 1
         if self.losses[number] >= 0:
             raise RuntimeError("killed due to the node running low on memory")
-        return function(*arguments)
+        return function(*arguments), 0, 0
 
     def wait(self, references, **options):
         return references, []
@@ -174,10 +176,13 @@ class LossyRay:
         return reference()
 
 
-def test_a_node_that_loses_its_worker_before_the_work_is_named(tmp_path):
-    ray_cluster.RayRun(LossyRay({"one": 0, "two": 0}), 1, 1).check(tmp_path, [])
-    with pytest.raises(BadInput, match=r"node host \(two:1\): it has lost a worker \(killed due to"):
-        ray_cluster.RayRun(LossyRay({"one": 0, "two": 1}), 1, 1).check(tmp_path, [])
+def test_a_node_that_loses_its_worker_is_asked_again_and_then_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(ray_cluster.time, "sleep", lambda seconds: None)
+    ray_cluster.RayRun(LossyRay({"one": 0, "two": 4}), 1, 1).check(tmp_path, [])
+    output = capsys.readouterr().out
+    assert output.count("node host (two:1) has lost a worker (killed due to the node running low on memory)") == 4
+    with pytest.raises(BadInput, match=r"node host \(two:1\) were lost 5 times, perhaps because memory ran out"):
+        ray_cluster.RayRun(LossyRay({"one": 0, "two": 5}), 1, 1).check(tmp_path, [])
     assert list(tmp_path.iterdir()) == []
 
 
@@ -269,9 +274,9 @@ def test_without_ray_and_without_the_engine_it_is_one_line(tmp_path, monkeypatch
 
 def test_a_node_that_differs_or_sees_other_files_is_named(tmp_path):
     versions = ray_cluster._versions()
-    assert ray_cluster._checked(versions, max, (1, 2)) == 2
+    assert ray_cluster._measured(versions, max, (1, 2))[0] == 2
     with pytest.raises(BadInput, match="pyarrow is .* and 0.1 where the command runs"):
-        ray_cluster._checked({**versions, "pyarrow": "0.1"}, max, (1, 2))
+        ray_cluster._measured({**versions, "pyarrow": "0.1"}, max, (1, 2))
     source = open_source(make_project(tmp_path, "a"))
     path = os.path.join(source.directory, source.files[0])
     seen = (path, *ray_cluster._seen(path))
