@@ -201,7 +201,7 @@ class Engine:
         begun = time.monotonic()
         if self.dist.is_xla:
             reader = StaticReader(self.model, self.dist, len(samples))
-            logits = reader.prefill(ids, range(len(samples)))
+            logits = reader.prefill(ids)
             self.timings.prompt_ms = (time.monotonic() - begun) * 1000
             self.timings.read_tokens = len(ids)
         else:

@@ -142,48 +142,47 @@ def _count_common(first, second):
 
 
 # XLA compiles three programs for all texts: one makes the cache; one reads a prompt, padded to a power of two; one
-# reads a token of every slot.
+# reads a token of every sample.
 class StaticReader:
-    """Reads texts in slots, each at its own position, in static shapes."""
+    """Reads a prompt, and tokens of several samples behind it, in static shapes."""
 
-    def __init__(self, model, dist, num_slots):
+    def __init__(self, model, dist, num_samples):
         self.model = model
         self.dist = dist
-        self.positions = [0] * num_slots  # of each slot's next token
+        self.num_samples = num_samples
         self._gathers = model.kernels.whole is not None  # weights, from the other ranks
-        with one_program(dist, f"cache {num_slots}"):
-            self.cache = KVCache(model.config, num_slots, model.config.max_seq_len, model.compute_dtype, dist.device)
+        with one_program(dist, f"cache {num_samples}"):
+            self.cache = KVCache(model.config, num_samples, model.config.max_seq_len, model.compute_dtype, dist.device)
 
     @torch.no_grad()
-    def prefill(self, ids, slots):
-        """Reads the prompt `ids` into each of `slots`. Returns the logits (V,) of the next token, on the CPU."""
+    def prefill(self, ids):
+        """Reads the prompt of all samples. Returns the logits (V,) of their first token, on the CPU."""
         config = self.model.config
         device = self.dist.device
         length = min(max(MIN_PREFILL_LEN, 1 << (len(ids) - 1).bit_length()), config.max_seq_len)
         padded = torch.tensor([ids + [0] * (length - len(ids))]).to(device)
         last = torch.tensor([len(ids) - 1]).to(device)
-        rows = torch.tensor(list(slots)).to(device)
-        with one_program(self.dist, f"prefill {length} {len(rows)} {len(self.positions)}", self._gathers):
+        rows = torch.arange(self.num_samples).to(device)
+        with one_program(self.dist, f"prefill {length} {self.num_samples}", self._gathers):
             prompt = KVCache(config, 1, config.max_seq_len, self.model.compute_dtype, device)
             # The padding writes to cache positions after the prompt. Generated tokens overwrite them before any
             # position looks at them.
             hidden = self.model.hidden(padded, prompt, torch.arange(length, device=device))  # (1, length, C)
             logits = self.model.logits(hidden.index_select(1, last))[0, 0]  # (V,)
             for name in STACKS:
-                of_slots = getattr(self.cache, name)
+                stacks = getattr(self.cache, name)
                 for layer, new in enumerate(getattr(prompt, name)):
-                    of_slots[layer] = of_slots[layer].index_copy(0, rows, new.expand(len(rows), *new.shape[1:]))
-        for slot in slots:
-            self.positions[slot] = len(ids)
+                    stacks[layer] = stacks[layer].index_copy(0, rows, new.expand(len(rows), *new.shape[1:]))
+        self._position = len(ids)
         return logits.cpu()
 
     @torch.no_grad()
     def decode(self, tokens):
-        """Reads one token of each slot. Returns the logits (slots, V) of the next tokens, on the CPU."""
+        """Reads one token of each sample. Returns the logits (num_samples, V) of the next, on the CPU."""
         device = self.dist.device
         ids = torch.tensor(tokens)[:, None].to(device)
-        positions = torch.tensor(self.positions)[:, None, None].to(device)
+        positions = torch.full((len(tokens), 1, 1), self._position).to(device)
         with one_program(self.dist, f"decode {len(tokens)}", self._gathers):
             logits = self.model.logits(self.model.hidden(ids, self.cache, positions))[:, 0]
-        self.positions = [position + 1 for position in self.positions]
+        self._position += 1
         return logits.cpu()
