@@ -49,9 +49,9 @@ class Int8Matrix:
 @cache
 def require_same_model():
     """Raises BadInput unless Int8GPT, with matrices that are not rounded, computes what the GPT does."""
-    model = tiny_gpt(get_kernels("current", "cpu"), KNOWN)
+    model = tiny_gpt(get_kernels("current", "cpu"))
     exact = Int8GPT(model, lambda weight, is_input_positive=False: partial(F.linear, weight=weight))
-    require_close([exact(IDS)], [model(IDS)], "--quantize=int8 computes another model than nanochat/model: change "
+    require_close(exact(IDS), model(IDS), "--quantize=int8 computes another model than nanochat/model: change "
                   "nanochat/infer/quantize.py, too, or leave it out")
 
 

@@ -94,7 +94,8 @@ def by_definition(products):
 
 @pytest.mark.parametrize("recompute", ["none", "qkv", "all"])
 def test_the_layer_by_hand_is_the_definition(recompute):
-    loss, gradients = trained("chunked", "xla", "int8", recompute)  # before the CPU's, see same_layer.py
+    # Before the CPU's: autograd starts its threads once, for the devices that exist, and XLA's come later.
+    loss, gradients = trained("chunked", "xla", "int8", recompute)
     expected_loss, expected = by_definition("int8")
     plain_loss, plain = by_definition("bfloat16")
     assert loss == pytest.approx(expected_loss, abs=1e-5) and loss != plain_loss
