@@ -41,32 +41,16 @@ class PromptFlags:
         return read_named("prompt_file", self.prompt_file)
 
 
-@dataclass(frozen=True)
-class SamplingFlags:
-    num_samples: int = flag(1, "number of completions", at_least=1)
-    max_tokens: int = flag(-1, "tokens per completion; -1: 256, at most half of the context", at_least=1, unset=-1)
-    temperature: float = flag(0.8, "0: always the likeliest token", at_least=0)
-    top_k: int = flag(50, "draw from the k likeliest tokens; 0: from all", at_least=0)
-    top_p: float = flag(1.0, "draw from the likeliest tokens with this probability together", above=0, at_most=1)
-    stop: list = flag(None, "text before which to stop, as in --stop=$'\\n}'; may be repeated", action="append")
-    seed: int = flag(0, "the same seed gives the same text", at_least=0)
-    no_heal: bool = flag(False, "never replace the prompt's last tokens, as in other programs (docs/export.md)")
-
-    def sampling(self):
-        return Sampling(self.num_samples, self.max_tokens, self.temperature, self.top_k, self.top_p,
-                        tuple(self.stop or ()), self.seed, heal=not self.no_heal)
-
-
 def main(argv=None):
-    of_model, of_prompt, of_sampling, of_mesh = read_flags(argv, __doc__, {
-        ModelFlags: "model", PromptFlags: "prompt (without any: standard input)", SamplingFlags: "sampling",
+    of_model, of_prompt, sampling, of_mesh = read_flags(argv, __doc__, {
+        ModelFlags: "model", PromptFlags: "prompt (without any: standard input)", Sampling: "sampling",
         MeshFlags: "mesh"})
     device_type = resolve_inference_device_type(of_model.device_type)
     prepare_xla_environment(device_type)
     path = find_checkpoint(of_model.checkpoint)
     mesh = of_mesh.mesh(GPTConfig(**load_language_meta(path).config), device_type, LOOP)
     prompt = of_prompt.read()
-    return run_on_mesh(partial(complete, of_model, path, prompt, of_prompt.echo, of_sampling.sampling(), mesh), mesh,
+    return run_on_mesh(partial(complete, of_model, path, prompt, of_prompt.echo, sampling, mesh), mesh,
                        device_type)
 
 

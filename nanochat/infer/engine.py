@@ -78,7 +78,7 @@ class Engine:
         if max_tokens >= context:
             raise BadInput(f"--max_tokens={max_tokens} leaves no room for a prompt: the model sees {context} tokens")
         ids, num_last = self._prompt_ids(prompt, max_tokens, on_cut)
-        tail = self._tail(ids, num_last) if sampling.heal else []  # the end of the prompt, which is drawn again
+        tail = [] if sampling.no_heal else self._tail(ids, num_last)  # the end of the prompt, which is drawn again
         known = self.tokenizer.decode_bytes(tail)
         samples = [Sample(self.tokenizer, sampling.stop, max_tokens, partial(on_text, i), known, sampling.seed + i)
                    for i in range(sampling.num_samples)]

@@ -4,22 +4,24 @@ from dataclasses import dataclass
 
 import torch
 
-from nanochat.common import BadInput
+from nanochat.common import BadInput, flag
 
 GREEDY_BELOW = 1e-9  # such a temperature always takes the likeliest token: logits over a smaller one may be infinite
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How completions are drawn."""
-    num_samples: int = 1
-    max_tokens: int = -1  # -1: see default_max_tokens
-    temperature: float = 0.8  # 0 always takes the likeliest token
-    top_k: int = 50  # draws from the k likeliest tokens; 0: from all
-    top_p: float = 1.0  # draws from the likeliest tokens with this probability together
-    stop: tuple = ()  # a completion ends before the first of these texts
-    seed: int = 0  # sample i is drawn with seed + i, so it does not depend on the number of samples
-    heal: bool = True  # the prompt may end inside a token (see prompt.Vocabulary)
+    """How completions are drawn. Fields made with flag() are flags of scripts/generate.py."""
+    num_samples: int = flag(1, "number of completions", at_least=1)
+    max_tokens: int = flag(-1, "tokens per completion; -1: 256, at most half of the context", at_least=1, unset=-1)
+    temperature: float = flag(0.8, "0: always the likeliest token", at_least=0)
+    top_k: int = flag(50, "draw from the k likeliest tokens; 0: from all", at_least=0)
+    top_p: float = flag(1.0, "draw from the likeliest tokens with this probability together", above=0, at_most=1)
+    stop: list | tuple | None = flag(None, "text before which to stop, as in --stop=$'\\n}'; may be repeated",
+                                     action="append")
+    # Sample i is drawn with seed + i, so it does not depend on the number of samples.
+    seed: int = flag(0, "the same seed gives the same text", at_least=0)
+    no_heal: bool = flag(False, "never replace the prompt's last tokens, as in other programs (docs/export.md)")
     drafts: bool = True  # guesses tokens, with 8 bits and one sample; this changes the speed, not the text
     score: bool = False  # sums the `log_prob` of each sample
 
@@ -90,7 +92,7 @@ class Sample:
         self._tokenizer = tokenizer
         # <|bos|> begins the next document, <|file_sep|> ends a middle or a file, and no other special token is text.
         self._ends = set(tokenizer.special_tokens.values())
-        self._stop = [string for string in stop if string]
+        self._stop = [string for string in stop or () if string]
         self._max_tokens = max_tokens
         self._show = show
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a character may span tokens

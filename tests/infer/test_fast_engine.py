@@ -251,6 +251,6 @@ def test_without_healing_the_prompt_stays_as_it_is(shipped):
     ids = torch.tensor([[shipped.bos_id, *shipped.encode("int retu")]])
     with torch.no_grad():
         likeliest = int(engine.model(ids)[0, -1].argmax())
-    assert engine.complete("int retu", heal=False, **options).startswith(shipped.decode([likeliest]))
+    assert engine.complete("int retu", no_heal=True, **options).startswith(shipped.decode([likeliest]))
     parts = ["int retu", Special("<|fim_suffix|>")]
-    assert engine.complete(parts, **options) == engine.complete(parts, heal=False, **options)
+    assert engine.complete(parts, **options) == engine.complete(parts, no_heal=True, **options)
