@@ -45,12 +45,7 @@ class Difference(Score):
 
 def pass_at_k(num_samples, num_passed, k):
     """Returns the unbiased estimate of the probability that one of k samples passes (Chen et al., arXiv 2107.03374)."""
-    if k > num_samples:
-        raise ValueError(f"{num_samples} samples say nothing about {k}")
-    if num_samples - num_passed < k:
-        return 1.0
-    # 1 - C(n - c, k) / C(n, k) for n samples with c passed, as fractions: the binomials are too large for floats.
-    return 1.0 - float(np.prod(1.0 - k / np.arange(num_samples - num_passed + 1, num_samples + 1)))
+    return 1 - math.comb(num_samples - num_passed, k) / math.comb(num_samples, k)
 
 
 def score(values, weights=None, seed=0):
