@@ -123,7 +123,7 @@ def open_source(path):
             found = None
             if (path / ".git").exists():
                 found = _git_files(path)
-            files, version = found or (_walk(path), "")
+            files, version = found or (walk(path), "")
             return directory_source(path.name or "root", path, files, version=version)
         if path.is_file() and TARBALL.search(path.name):
             return archive_source(TARBALL.sub("", path.name), [path.parent.resolve() / path.name])
@@ -185,7 +185,7 @@ def installed_headers():
         metadata = importlib.metadata.metadata(package)
         licence = metadata.get("License-Expression") or metadata.get("License") or "unknown"
         by_directory = {}
-        for file in _walk(include):
+        for file in walk(include):
             if not re.search(r"^ATen/ops/|/generated/|^ATen/RegistrationDeclarations\.h$", file):
                 by_directory.setdefault(file.split("/")[0] if "/" in file else "", []).append(file)
         for top, files in by_directory.items():
@@ -194,18 +194,18 @@ def installed_headers():
     return sources
 
 
-def _walk(directory):
+def walk(directory, with_links=False):
     """Returns the relative paths of all regular files below `directory`, in a fixed order, except those in hidden
-    directories. Raises OSError for a directory that cannot be read."""
+    directories. with_links: also of links and of special files. Raises OSError for a directory that cannot be read."""
     files = []
-    for parent, directories, names in os.walk(directory, onerror=fail):
+    for parent, directories, names in os.walk(directory, onerror=_fail):
         directories[:] = sorted(name for name in directories if not name.startswith("."))
         paths = [os.path.join(parent, name) for name in sorted(names)]
-        files += [os.path.relpath(path, directory) for path in paths if _is_regular(path)]
+        files += [os.path.relpath(path, directory) for path in paths if with_links or _is_regular(path)]
     return files
 
 
-def fail(error):
+def _fail(error):
     raise error
 
 

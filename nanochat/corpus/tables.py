@@ -21,7 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from nanochat.common import BadInput, say
-from nanochat.corpus.sources import SUFFIXES, Table, directory_source, fail, readable
+from nanochat.corpus.sources import SUFFIXES, Table, directory_source, readable, walk
 from nanochat.corpus.where import chosen, find_fields, find_places
 
 # What a column is for, and the names under which public corpora have it: the first that is there counts.
@@ -98,17 +98,14 @@ def open_table(path, text_column=None, where=""):
 
 def _data_files(directory):
     """Returns the relative paths of the data in a folder, or None if it has C or C++ files."""
+    files = walk(directory, with_links=True)
+    if any(file.lower().endswith(SUFFIXES) for file in files):
+        return None
     found = []
-    for parent, folders, names in os.walk(directory, onerror=fail):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        if any(name.lower().endswith(SUFFIXES) for name in names):
-            return None
-        if any(part.startswith("_") for part in Path(os.path.relpath(parent, directory)).parts):
-            continue  # what Spark writes about its data
-        for name in sorted(names):
-            path = os.path.join(parent, name)
-            if KIND.search(name) and not name.startswith((".", "_")) and not _ABOUT.fullmatch(name):
-                found.append(os.path.relpath(path, directory))
+    for path in map(Path, files):
+        is_note = any(part.startswith("_") for part in path.parts)  # what Spark writes about its data
+        if not is_note and KIND.search(path.name) and not path.name.startswith(".") and not _ABOUT.fullmatch(path.name):
+            found.append(str(path))
     # A file .json beside others is seldom data.
     return [file for file in found if not file.endswith(".json")] or found
 
