@@ -44,9 +44,12 @@ def _abandon(pool, interrupted):
         pool.shutdown(wait=False, cancel_futures=True)
         return
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C would stop what follows halfway
+    manager = pool._executor_manager_thread
+    pool.shutdown(wait=False, cancel_futures=True)
     for process in multiprocessing.active_children():
         process.kill()
-    pool.shutdown(cancel_futures=True)
+    if manager is not None:
+        manager.join(5)  # it frees semaphores, too; Python 3.10 may wait for ever for a killed worker to read a call
     multiprocessing.util._run_finalizers(0)
     signal.signal(signal.SIGINT, handler)
 
