@@ -40,7 +40,7 @@ WORK = {
     "bench.kernels": ["measure"], "bench.loader": ["compare_all"],
     "bench.schedule": ["measure"], "bench.serve": ["get_context"], "bench.train": ["Training"],
     "bench.clean": ["choose_texts"], "bench.replay": ["load_completer"], "code_eval": ["Judge"],
-    "demo": ["run"], "eval_table": ["run"], "export": ["load_model"], "generate": ["Engine"],
+    "demo": ["run"], "eval_table": ["run_module"], "export": ["load_model"], "generate": ["Engine"],
     "import_nanochat": ["read_weights"], "lsp": ["run"], "prepare_data": ["prepare"], "prepare_puzzles": ["prepare"],
     "puzzle_preflight": ["prepare"], "puzzle_show": ["solve"], "puzzle_train": LAUNCHED, "report": ["summarise"],
     "serve": ["load_completer"], "solve": ["Judge"], "tok_eval": ["find_entrants"], "tok_train": ["choose_texts"],
