@@ -5,11 +5,10 @@ the same weights. Chips along `fsdp` hold a part of each weight, and gather a la
 (ZeRO-3, arXiv 1910.02054). Chips along `tensor` read the same rows, and each computes with its part of the heads, the
 hidden units and the vocabulary (arXiv 1909.08053).
 """
-import itertools
 import math
 import os
 import re
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from dataclasses import dataclass, field
 
 from nanochat.common import BadInput
@@ -29,30 +28,7 @@ class Mesh:
     data: int = 1
     fsdp: int = 1
     tensor: int = 1
-    variables: str = field(default="", compare=False, repr=False)  # of the environment that name it; "": flags do
     reason: str = field(default="", compare=False, repr=False)  # why --mesh_fsdp=auto chose it
-
-    @property
-    def source(self):
-        """The flags or variables with which this mesh divides the weights, for an error."""
-        return self.variables or " ".join(f"--mesh_{axis}={getattr(self, axis)}" for axis in self._dividing_axes())
-
-    def ask_for(self, axis, *sizes):
-        """Returns the flag or variables for another number of chips along `axis`, one of `sizes`, for an error."""
-        if not self.variables:
-            return f"--mesh_{axis}={_in_words(sizes)}"
-        if axis == "fsdp":
-            return _in_environment(self.chips, [(size, self.tensor) for size in sizes])
-        return _in_environment(self.chips, [(self.fsdp, size) for size in sizes])
-
-    def ask_for_whole_weights(self):
-        """Returns the flags or variables of a mesh that does not divide the weights, for an error."""
-        if self.variables:
-            return _in_environment(self.chips, [(1, 1)])
-        return " ".join(f"--mesh_{axis}=1" for axis in self._dividing_axes())
-
-    def _dividing_axes(self):
-        return [axis for axis in AXES[1:] if getattr(self, axis) > 1]
 
     @property
     def chips(self):
@@ -118,38 +94,23 @@ def make_mesh(data, fsdp, tensor, chips, environment=os.environ):
     If all three have their defaults, TPU_MESH_CONFIG counts: "4,2" for example, the chips along the axes in
     TPU_AXIS_NAMES, by default data,fsdp,tensor.
     """
-    variables = ""
+    source = f"--mesh_data={data} --mesh_fsdp={fsdp} --mesh_tensor={tensor}"
     if (data, fsdp, tensor) == (-1, 1, 1) and environment.get("TPU_MESH_CONFIG"):
         config = environment["TPU_MESH_CONFIG"]
         names = environment.get("TPU_AXIS_NAMES") or ",".join(AXES)
         data, fsdp, tensor = _read_environment(config, names)
-        variables = f"TPU_MESH_CONFIG={config} with TPU_AXIS_NAMES={names}"
-    source = variables or f"--mesh_data={data} --mesh_fsdp={fsdp} --mesh_tensor={tensor}"
+        source = f"TPU_MESH_CONFIG={config} with TPU_AXIS_NAMES={names}"
     others = fsdp * tensor
     if data == -1 and chips % others == 0:
         data = chips // others
     if data * others != chips:
-        product = f"{'?' if data == -1 else data} × {fsdp} × {tensor}"
-        raise BadInput(f"{source} are {product} chips along data, fsdp and tensor, and there are {chips}: "
-                       f"use {_instead(fsdp, tensor, chips, bool(variables))}; on a CPU, CPU_NUM_DEVICES with "
-                       "--device_type=xla sets their number")
-    return Mesh(data, fsdp, tensor, variables)
-
-
-def _instead(fsdp, tensor, chips, in_environment):
-    """Returns the flags or variables of the nearest meshes that exist."""
-    if chips % tensor == 0:
-        fsdps = _nearest_divisors(chips // tensor, fsdp)
-        tensors = [tensor]
-    else:
-        fsdps = [1]
-        tensors = _nearest_divisors(chips, tensor)
-    if in_environment:
-        return _in_environment(chips, list(itertools.product(fsdps, tensors)))
-    instead = f"--mesh_data=-1 with --mesh_fsdp={_in_words(fsdps)}"
-    if tensor > 1:
-        instead += f" and --mesh_tensor={_in_words(tensors)}"
-    return instead
+        instead = f"{divisors_in_words(chips, tensor)} along tensor"
+        if chips % tensor == 0:
+            instead = f"{divisors_in_words(chips // tensor, fsdp)} along fsdp"
+        raise BadInput(f"{source} are {'?' if data == -1 else data} × {fsdp} × {tensor} chips along data, fsdp and "
+                       f"tensor, and there are {chips}: use {instead}, and the others along data; on a CPU, "
+                       "CPU_NUM_DEVICES with --device_type=xla sets their number")
+    return Mesh(data, fsdp, tensor)
 
 
 def _read_environment(config, names):
@@ -174,33 +135,13 @@ def require_divisible(mesh, axis, sizes):
     for what, size in sizes.items():
         if size % chips:
             # A valid number divides every size, and the chips that the other axis leaves.
-            nearest = _nearest_divisors(math.gcd(*sizes.values(), mesh.chips // others), chips)
-            raise BadInput(f"{mesh.source}: {chips} chips along {axis} do not divide {what}, {size}: use "
-                           f"{mesh.ask_for(axis, *nearest)}")
-
-
-def _nearest_divisors(number, near):
-    """Returns the divisors of `number` that come before and after `near`, and `near` if it is one."""
-    divisors = [n for n in range(1, number + 1) if number % n == 0]
-    below = bisect_left(divisors, near)
-    above = bisect_right(divisors, near)
-    return divisors[max(below - 1, 0):above + 1]
+            common = math.gcd(*sizes.values(), mesh.chips // others)
+            raise BadInput(f"a mesh of {mesh}: {chips} chips along {axis} do not divide {what}, {size}: use "
+                           f"{divisors_in_words(common, chips)} along {axis}")
 
 
 def divisors_in_words(number, near):
-    """Returns the divisors of `number` on both sides of one that does not divide it, as text: "2 or 4"."""
-    return _in_words(_nearest_divisors(number, near))
-
-
-def _in_words(values):
-    return " or ".join(map(str, values))
-
-
-def _in_environment(chips, pairs):
-    """Returns the variables of the environment for each of `pairs` of chips along fsdp and tensor, in words."""
-    axes = AXES if any(tensor > 1 for _, tensor in pairs) else AXES[:2]
-    configs = []
-    for fsdp, tensor in pairs:
-        sizes = (chips // (fsdp * tensor), fsdp, tensor)[:len(axes)]
-        configs.append(",".join(map(str, sizes)))
-    return f"TPU_MESH_CONFIG={_in_words(configs)} with TPU_AXIS_NAMES={','.join(axes)}, or unset both"
+    """Returns the divisors of `number` next to `near`, one on each side if there are two, as text: "2 or 4"."""
+    divisors = [n for n in range(1, number + 1) if number % n == 0]
+    place = bisect_left(divisors, near)
+    return " or ".join(map(str, divisors[max(place - 1, 0):place + 1]))

@@ -210,10 +210,9 @@ def require_parts(mesh, config):
         f"the width of keys and values (--num_kv_heads × head size){here}":
             config.n_kv_head * config.head_dim // mesh.tensor})
     if config.vocab_size % mesh.chips:
-        raise BadInput(f"{mesh.source} divides the vocabulary among all {mesh.chips} chips, and "
-                       f"{config.vocab_size} tokens cannot be divided by {mesh.chips}: use "
-                       f"{mesh.ask_for_whole_weights()}, or a tokenizer with "
-                       f"{-(-config.vocab_size // mesh.chips) * mesh.chips} tokens")
+        raise BadInput(f"a mesh of {mesh} divides the vocabulary among all {mesh.chips} chips, and "
+                       f"{config.vocab_size} tokens cannot be divided by {mesh.chips}: use 1 along fsdp and tensor, or "
+                       f"a tokenizer with {-(-config.vocab_size // mesh.chips) * mesh.chips} tokens")
     if config.ngram_rows % mesh.chips:
-        raise BadInput(f"{mesh.source} divides the rows of --ngram_rows={config.ngram_rows} among all {mesh.chips} "
-                       f"chips: use {mesh.ask_for_whole_weights()}")
+        raise BadInput(f"a mesh of {mesh} divides the rows of --ngram_rows={config.ngram_rows} among all {mesh.chips} "
+                       "chips: use 1 along fsdp and tensor")

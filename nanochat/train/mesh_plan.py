@@ -48,35 +48,20 @@ def choose_mesh(flags, config, parameters, device_type, chips):
     chip = tpu.parse_accelerator(accelerator).tpu
     tried = []
     has = f"{chip.usable_hbm_bytes / GIB:.2f} GiB of a {chip.name}, {ROOM:.0%} of it usable"
-    # From the fewest chips along fsdp on: every further one gathers more of each weight from others. After the loop,
-    # `largest` is the program that does not fit even on the mesh that divides the most; the advice follows from it.
-    for mesh in possible_meshes(flags, config, device_type, chips):
+    # From the fewest chips along fsdp on: every further one gathers more of each weight from others.
+    for mesh in all_meshes(chips):
+        try:
+            _require_mesh(mesh, flags, config, device_type)
+        except BadInput:  # it does not suit the model or the other flags
+            continue
         needed = estimate_memory(flags, config, parameters, mesh)
         largest = max(needed, key=needed.get)
         tried.append(f"{needed[largest] / GIB:.2f} GiB ({largest}) with --mesh_fsdp={mesh.fsdp}")
         if needed[largest] <= ROOM * chip.usable_hbm_bytes:
             return replace(mesh, reason=f"by estimate a chip needs {', '.join(tried)}, and has {has}")
-    instead = "a smaller --device_batch_size"
-    if devices.activation_checkpointing != "all":
-        instead = f"--activation_checkpointing, {instead}"
-    if largest == "samples":
-        instead = "--sample_every=-1 without --code_eval_every"
-    if devices.shard_optimizer == "off" and chips > 1:
-        instead = f"--shard_optimizer=auto, {instead}"
-    raise BadInput(f"--mesh_fsdp={AUTO}: by estimate a chip needs {tried[-1]}, and has {has}: use {instead}, "
-                   "more chips, or the number that tpu_preflight --find_mesh finds")
-
-
-def possible_meshes(flags, config, device_type, chips):
-    """Returns the Meshes without tensor that suit the model and the other flags, the fewest chips along fsdp first."""
-    found = []
-    for mesh in all_meshes(chips):
-        try:
-            _require_mesh(mesh, flags, config, device_type)
-            found.append(mesh)
-        except BadInput:
-            pass
-    return found
+    raise BadInput(f"--mesh_fsdp={AUTO}: by estimate a chip needs {tried[-1]}, and has {has}: use a smaller "
+                   "--device_batch_size, --activation_checkpointing, --sample_every=-1 without --code_eval_every for "
+                   "samples, --shard_optimizer=auto, more chips, or the number that tpu_preflight --find_mesh finds")
 
 
 def estimate_memory(flags, config, parameters, mesh):
@@ -145,8 +130,9 @@ def _require_mesh(mesh, flags, config, device_type):
     if not mesh.divides_weights:
         return
     if device_type not in ("tpu", "xla"):
-        raise BadInput(f"{mesh.source}, but this runs on {device_type}: only XLA devices can divide the weights, use "
-                       f"{mesh.ask_for_whole_weights()}")
+        raise BadInput(f"a mesh of {mesh}, but this runs on {device_type}: only XLA devices can divide the weights, "
+                       "use 1 along fsdp and tensor")
     if flags.devices.shard_optimizer == "off":
-        raise BadInput(f"{mesh.source} divides the weights, and --shard_optimizer=off does not: leave one of them out")
+        raise BadInput(f"a mesh of {mesh} divides the weights, and --shard_optimizer=off does not: leave it out, or "
+                       "use 1 along fsdp and tensor")
     require_parts(mesh, config)

@@ -32,15 +32,15 @@ def test_the_environment_names_a_mesh_where_no_flag_does():
 
 
 @pytest.mark.parametrize("flags, environment, words", [
-    ((-1, 3, 1), {}, r"--mesh_fsdp=3.* are \? × 3 × 1 chips .*there are 8: use .*--mesh_fsdp=2 or 4.*CPU_NUM_DEVICES"),
+    ((-1, 3, 1), {}, r"--mesh_fsdp=3.* are \? × 3 × 1 chips .*there are 8: use 2 or 4 along fsdp.*CPU_NUM_DEVICES"),
     ((4, 4, 1), {}, "4 × 4 × 1 .* there are 8"),
-    ((-1, 16, 1), {}, "there are 8: use --mesh_data=-1 with --mesh_fsdp=8"),
-    ((-1, 3, 2), {}, r"are \? × 3 × 2 chips .* there are 8: use .*--mesh_fsdp=2 or 4 and --mesh_tensor=2"),
-    ((-1, 1, 3), {}, "there are 8: use .*--mesh_fsdp=1 and --mesh_tensor=2 or 4"),
+    ((-1, 16, 1), {}, "there are 8: use 8 along fsdp"),
+    ((-1, 3, 2), {}, r"are \? × 3 × 2 chips .* there are 8: use 2 or 4 along fsdp"),
+    ((-1, 1, 3), {}, "there are 8: use 2 or 4 along tensor"),
     ((-1, 1, 1), {"TPU_MESH_CONFIG": "4,4"}, "TPU_MESH_CONFIG=4,4 with TPU_AXIS_NAMES=data,fsdp,tensor are 4 × 4 .* "
-     "there are 8: use TPU_MESH_CONFIG=4,2 or 2,4 or 1,8 with TPU_AXIS_NAMES=data,fsdp, or unset both"),
+     "there are 8: use 2 or 4 along fsdp, and the others along data"),
     ((-1, 1, 1), {"TPU_MESH_CONFIG": "2,2,4", "TPU_AXIS_NAMES": "data,model,fsdp"},
-     "TPU_MESH_CONFIG=2,2,4 .* are 2 × 4 × 2 .*: use TPU_MESH_CONFIG=2,2,2 or 1,4,2 with .*=data,fsdp,tensor"),
+     "TPU_MESH_CONFIG=2,2,4 .* are 2 × 4 × 2 .*: use 2 or 4 along fsdp"),
     ((-1, 1, 1), {"TPU_MESH_CONFIG": "two"}, "TPU_MESH_CONFIG=two .* is no mesh"),
     ((-1, 1, 1), {"TPU_MESH_CONFIG": "9" * 5000}, "is no mesh"),
     ((-1, 1, 1), {"TPU_MESH_CONFIG": "4,2", "TPU_AXIS_NAMES": "data,width"}, "TPU_AXIS_NAMES=data,width is no mesh"),
@@ -54,9 +54,9 @@ def test_a_mesh_that_does_not_match_is_refused_with_what_works(flags, environmen
 
 def test_a_size_that_an_axis_does_not_divide_is_named_with_what_works():
     require_divisible(Mesh(1, 4), "fsdp", {"the width": 64})
-    with pytest.raises(BadInput, match="--mesh_fsdp=4: .* width, 66: use --mesh_fsdp=2$"):
+    with pytest.raises(BadInput, match="4 chips along fsdp .* width, 66: use 2 along fsdp$"):
         require_divisible(Mesh(1, 4), "fsdp", {"the width": 66})
-    with pytest.raises(BadInput, match="--mesh_fsdp=2 --mesh_tensor=4: 4 .* the heads, 6: use --mesh_tensor=1$"):
+    with pytest.raises(BadInput, match="1 data × 2 fsdp × 4 tensor: 4 .* the heads, 6: use 1 along tensor$"):
         require_divisible(Mesh(1, 2, 4), "tensor", {"the heads": 6, "the other heads": 3})
 
 

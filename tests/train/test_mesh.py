@@ -236,24 +236,24 @@ def test_a_checkpoint_goes_on_on_every_other_mesh(train, reference, tokenizer_di
 
 
 @pytest.mark.parametrize("flags, devices, words", [
-    (["--mesh_fsdp=2"], 1, "--mesh_fsdp=2 .* there are 1: use .*--mesh_fsdp=1"),
+    (["--mesh_fsdp=2"], 1, "--mesh_fsdp=2 .* there are 1: use 1 along fsdp, and the others along data"),
     (["--mesh_data=2", "--mesh_fsdp=2"], 2, "2 × 2 × 1 chips .* there are 2"),
-    (["--mesh_tensor=2"], 1, "--mesh_tensor=2 .* there are 1: use .*--mesh_fsdp=1 and --mesh_tensor=1"),
-    (["--mesh_tensor=4"], 4, "4 chips along tensor do not divide the attention heads .*2: use --mesh_tensor=2"),
-    (["--mesh_tensor=2", "--num_kv_heads=1"], 2, "do not divide the heads of keys and values .*1: use --mesh_tensor=1"),
-    (["--mesh_tensor=2", "--mesh_fsdp=4"], 8, "270 tokens cannot be divided by 8: use --mesh_fsdp=1 --mesh_tensor=1, "
+    (["--mesh_tensor=2"], 1, "--mesh_tensor=2 .* there are 1: use 1 along tensor"),
+    (["--mesh_tensor=4"], 4, "4 chips along tensor do not divide the attention heads .*2: use 2 along tensor"),
+    (["--mesh_tensor=2", "--num_kv_heads=1"], 2, "do not divide the heads of keys and values .*1: use 1 along tensor"),
+    (["--mesh_tensor=2", "--mesh_fsdp=4"], 8, "270 tokens cannot be divided by 8: use 1 along fsdp and tensor, "
      "or a tokenizer with 272 tokens"),
     (["--mesh_tensor=2", "--mesh_fsdp=4", "--model_dim=60"], 8,
-     "4 chips along fsdp do not divide the width .* a chip along tensor has, 30: use --mesh_fsdp=2"),
+     "4 chips along fsdp do not divide the width .* a chip along tensor has, 30: use 2 along fsdp"),
     (["--mesh_tensor=2", "--kernel=current"], 2, "--mesh_tensor .* --kernel=current"),
-    (["--mesh_tensor=2", "--shard_optimizer=off"], 2, "--mesh_tensor=2 .* --shard_optimizer=off"),
+    (["--mesh_tensor=2", "--shard_optimizer=off"], 2, "1 fsdp × 2 tensor .* --shard_optimizer=off.*: leave it out"),
     (["--mesh_tensor=2", "--mesh_data=3"], 6, "3 groups of 2 devices do not divide .* use 2 or 4 groups of 2 devices"),
     (["--mesh_tensor=2", "--total_batch_size=300"], 2, "64 = .* 1 groups of 2 devices: use 256 or 320"),
     (["--mesh_fsdp=4"], 4, "270 tokens cannot be divided by 4: use .* 272 tokens"),
     (["--mesh_fsdp=2", "--kernel=current"], 2, "--mesh_fsdp .* --kernel=current"),
     (["--mesh_fsdp=2", "--shard_optimizer=off"], 2, "--shard_optimizer=off"),
     (["--mesh_fsdp=2", "--device_type=cpu"], 1, "there are 1"),
-    (["--mesh_fsdp=8", "--model_dim=60", "--num_heads=2"], 8, "do not divide the width .*60: use --mesh_fsdp=4"),
+    (["--mesh_fsdp=8", "--model_dim=60", "--num_heads=2"], 8, "do not divide the width .*60: use 4 along fsdp"),
 ])
 def test_meshes_that_cannot_be_are_refused_before_anything_starts(tiny, monkeypatch, flags, devices, words):
     monkeypatch.setenv("CPU_NUM_DEVICES", str(devices))
@@ -263,14 +263,14 @@ def test_meshes_that_cannot_be_are_refused_before_anything_starts(tiny, monkeypa
 
 
 @pytest.mark.parametrize("config, flags, words", [
-    ("1,8", ["--model_dim=60", "--num_heads=2"], "do not divide the width .*60: use TPU_MESH_CONFIG=2,4 .* unset"),
-    ("1,8", [], "270 tokens cannot be divided by 8: use TPU_MESH_CONFIG=8,1 .* 272 tokens"),
-    ("4,2", ["--shard_optimizer=off"], "TPU_MESH_CONFIG=4,2 .* --shard_optimizer=off"),
+    ("1,8", ["--model_dim=60", "--num_heads=2"], "do not divide the width .*60: use 4 along fsdp"),
+    ("1,8", [], "270 tokens cannot be divided by 8: use 1 along fsdp and tensor, .* 272 tokens"),
+    ("4,2", ["--shard_optimizer=off"], "4 data × 2 fsdp × 1 tensor .* --shard_optimizer=off"),
     ("8", ["--kernel=current", "--mesh_data=2"], "--mesh_data=2 --mesh_fsdp=1"),  # the flags count
-    ("1,2,4", [], "do not divide the attention heads .*2: use TPU_MESH_CONFIG=2,2,2 with .*=data,fsdp,tensor"),
-    ("2,2", [], "there are 8: use TPU_MESH_CONFIG=8,1 or 4,2 or 2,4"),
+    ("1,2,4", [], "do not divide the attention heads .*2: use 2 along tensor"),
+    ("2,2", [], "TPU_MESH_CONFIG=2,2 with .* there are 8: use 1 or 2 along fsdp"),
 ])
-def test_a_mesh_of_the_environment_is_refused_by_its_variables(tiny, monkeypatch, config, flags, words):
+def test_a_mesh_of_the_environment_is_refused_without_a_flag_that_nobody_gave(tiny, monkeypatch, config, flags, words):
     monkeypatch.setenv("CPU_NUM_DEVICES", "8")
     monkeypatch.setenv("TPU_MESH_CONFIG", config)
     with pytest.raises(BadInput, match=words) as refusal:
