@@ -29,6 +29,7 @@ def say(text, file=None, keep=""):
 
 class BadInput(Exception):
     """An error that the user can correct, with status 2. Its line says what is wrong, the value, and what to do."""
+    status = 2
 
     def __init__(self, message):
         super().__init__(printable(message))
@@ -59,8 +60,9 @@ def run_script(main):
             # would complain, with status 120.
             sys.stdout.flush()
     except KeyboardInterrupt:
+        say("stopped by Ctrl-C", sys.stderr)
         # At once: the interpreter's own end would wait for worker processes, which may not have heard of it.
-        os._exit(_say("stopped by Ctrl-C", 130))
+        os._exit(130)
     except Exception as error:
         status = say_error(error)
         if status is None:
@@ -94,28 +96,22 @@ def prepare_output():
 
 def say_error(error):
     """Prints run_script's line for an error, and returns the exit status; None for other errors."""
-    if isinstance(error, BadInput):
-        return _say(f"error: {error}", 2)
-    if isinstance(error, Failure):
-        return _say(f"error: {error}", error.status)
-    is_closed = isinstance(error, BrokenPipeError)
-    if not is_closed and not is_disk_full(error):
+    if isinstance(error, BadInput | Failure):
+        say(f"error: {error}", sys.stderr)
+        return error.status
+    if not isinstance(error, BrokenPipeError) and not is_disk_full(error):
         return None
     # The rest of the output goes nowhere: otherwise the end of the process fails to write it, too.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    if is_closed:
-        return 141
-    return _say(f"error: the disk is full ({error}): free some space and run the same command again", 1)
+    if is_disk_full(error):
+        say(f"error: the disk is full ({error}): free some space and run the same command again", sys.stderr)
+        return 1
+    return 141
 
 
 def is_disk_full(error):
     """Returns whether the exception means a full disk, an exhausted quota or a file that is too large."""
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-
-def _say(line, status):
-    say(line, sys.stderr)
-    return status
 
 
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -310,8 +306,6 @@ def get_base_dir():
 
 def require_file(path):
     """Raises OSError unless `path` is an ordinary file: a read of a pipe or of /dev/zero would never end."""
-    if os.path.islink(path) and not os.path.exists(path):
-        raise OSError(errno.ENOENT, "it is a link to nothing", str(path))
     if not S_ISREG(os.stat(path).st_mode):
         raise OSError(errno.EINVAL, "it is no ordinary file", str(path))
 
@@ -336,10 +330,7 @@ def require_writable_dir(path):
         probe.write_bytes(b"")
         probe.unlink()
     except OSError as error:
-        problem = error.strerror
-        if isinstance(error, FileExistsError):
-            problem = f"{error.filename} is {'a link to nothing' if os.path.islink(error.filename) else 'not a folder'}"
-        raise BadInput(f"cannot write to {path} ({problem}): choose a writable directory, with the flag that "
+        raise BadInput(f"cannot write to {path} ({error.strerror}): choose a writable directory, with the flag that "
                        "names it or with NANOCHAT_BASE_DIR") from None
     return path
 

@@ -214,9 +214,8 @@ def test_an_output_folder_may_be_a_link_and_no_file_and_no_link_to_nothing(tmp_p
     (tmp_path / "file").touch()
     (tmp_path / "gone").symlink_to("nowhere")
     (tmp_path / "link").symlink_to(tmp_path)
-    for name, problem in (("file", "file is not a folder"), ("gone", "gone is a link to nothing"),
-                          ("gone/deeper", "gone is a link to nothing")):
-        with pytest.raises(BadInput, match=f"cannot write to .*{name} ..*{problem}.: choose a writable"):
+    for name in ("file", "gone", "gone/deeper"):
+        with pytest.raises(BadInput, match=f"cannot write to .*{name} .File exists.: choose a writable"):
             require_writable_dir(tmp_path / name)
     assert require_writable_dir(tmp_path / "link") == tmp_path / "link"
 

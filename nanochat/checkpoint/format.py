@@ -100,16 +100,15 @@ def latest_good(run_dir):
     damaged = {}
     _insist(run_dir, os.listdir)  # because glob hides errors
     for path in reversed(list_checkpoints(run_dir)):
-        problem = _insist(path, _find_damage, ". Or move it away: the run then resumes from the checkpoint before it, "
-                                              "if there is one")
+        problem = _insist(path, _find_damage)
         if problem is None:
             return path, damaged
         damaged[path] = problem
     return None, damaged
 
 
-def _insist(path, read, or_else=""):
-    """Returns read(path). Tries it again after each of READ_AGAIN_S, and then raises Outage. or_else: more advice."""
+def _insist(path, read):
+    """Returns read(path). Tries it again after each of READ_AGAIN_S, and then raises Outage."""
     for pause_s in (*READ_AGAIN_S, None):
         try:
             return read(path)
@@ -119,7 +118,7 @@ def _insist(path, read, or_else=""):
             say(f"warning: {path} cannot be read ({problem}): tried again in {pause_s} s")
             time.sleep(pause_s)
     raise Outage(f"{path} cannot be read ({problem}), which does not mean that it is damaged: start the same command "
-                 f"again once the disk answers{or_else}")
+                 "again once the disk answers")
 
 
 # Whether the files are whole
@@ -231,7 +230,17 @@ def sums_text(paths):
     return "".join(f"{digest}  {path.name}\n" for path, digest in sha256_of_files(paths).items())
 
 
-# Setting aside and deleting
+# Naming, setting aside and deleting
+
+
+# This order makes a kill at any moment harmless. All files are on disk by now. Then come their names in the directory,
+# then one rename, which makes the checkpoint whole for everybody. An older checkpoint goes only once the new name is on
+# disk, too.
+def publish(partial, final):
+    """Gives a checkpoint, whose files are on disk in `partial`, its final name."""
+    sync_to_disk(partial)
+    partial.rename(final)
+    sync_to_disk(final.parent)
 
 
 @dataclass(frozen=True)
@@ -288,10 +297,9 @@ def check_disk_space(run_dir, checkpoint_bytes, copies=2, starts_over=False):
     own = sum(map(bytes_in, found))
     free = shutil.disk_usage(run_dir).free
     if own + free < copies * checkpoint_bytes:
-        what = "two checkpoints take" if copies == 2 else "a checkpoint takes"
-        raise BadInput(f"too little disk in {run_dir}: {what} {copies * checkpoint_bytes / 1e6:,.1f} MB and "
-                       f"{(own + free) / 1e6:,.1f} MB are free: free some, of old runs for example (step_….aside), or "
-                       "set NANOCHAT_BASE_DIR to a larger disk")
+        raise BadInput(f"too little disk in {run_dir}: checkpoints ({copies}) take "
+                       f"{copies * checkpoint_bytes / 1e6:,.1f} MB and {(own + free) / 1e6:,.1f} MB are free: free "
+                       "some, of old runs for example (step_….aside), or set NANOCHAT_BASE_DIR to a larger disk")
 
 
 def check_renaming(run_dir):

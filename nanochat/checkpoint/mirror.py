@@ -19,6 +19,7 @@ import re
 import shutil
 import threading
 import time
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -68,13 +69,13 @@ class Mirror:
         """Returns the names of the whole copies, such as step_000100, oldest first."""
         return [name for name, files in self._copies().items() if is_whole(files)]
 
-    def try_to_write(self, scratch, timeout_s=TRY_TIMEOUT_S):
+    def try_to_write(self, scratch):
         """Writes a small file to the mirror and deletes it. scratch: a directory on this machine's disk."""
         source = Path(scratch) / f".write_test_{os.getpid()}"
         source.write_text("base_train writes this file when it starts, and deletes it\n")
         try:
-            self._copy([source], self.url, timeout_s)
-            self._remove_files(f"{self.url}/{source.name}", timeout_s)
+            self._copy([source], self.url, TRY_TIMEOUT_S)
+            self._remove_files(f"{self.url}/{source.name}", TRY_TIMEOUT_S)
         finally:
             source.unlink()
 
@@ -140,7 +141,7 @@ class Mirror:
     def _copies(self):
         """Returns {name: names of its files} of all copies, whole or not, oldest first."""
         if self._is_bucket:
-            files, _ = _within(LIST_TIMEOUT_S, list_files, self.url, "")
+            files = _within(LIST_TIMEOUT_S, list_files, self.url, "")[0]
             paths = [file.url for file in files]
         else:
             paths = map(str, _within(LIST_TIMEOUT_S, list, Path(self.url).glob("step_*/*")))
@@ -186,34 +187,29 @@ def _copy_to_directory(sources, directory, is_cancelled):
 def _within(timeout_s, function, *args):
     """Returns function(*args), which uses the mirror. Raises Outage if it takes more than `timeout_s` seconds, or if a
     retry may succeed, and BadInput for any other OSError."""
-    results = []
-    errors = []
+    future = Future()
 
     def work():
         try:
-            results.append(function(*args))
+            future.set_result(function(*args))
         except Exception as error:
-            errors.append(error)
+            future.set_exception(error)
 
-    thread = threading.Thread(target=work, name="mirror-files", daemon=True)
-    thread.start()
-    thread.join(timeout_s)
-    if results:
-        return results[0]
-    if not errors:
+    threading.Thread(target=work, name="mirror-files", daemon=True).start()
+    if not wait([future], timeout_s).done:
         raise Outage(f"it has not answered after {timeout_s} s")
-    error = errors[0]
-    if isinstance(error, BadInput):
-        raise BadInput(f"--checkpoint_mirror: {error}")
-    if isinstance(error, Interruption):
-        raise Outage(str(error))
-    if not isinstance(error, OSError):
-        raise error
-    problem = f"{error.filename}: {error.strerror}" if error.filename else str(error)
-    if error.errno in _UNREACHABLE:
-        raise Outage(problem)
-    raise BadInput(f"--checkpoint_mirror: {problem}: choose a directory that can be written to, or start without the "
-                   "flag")
+    try:
+        return future.result()
+    except BadInput as error:
+        raise BadInput(f"--checkpoint_mirror: {error}") from None
+    except Interruption as error:
+        raise Outage(str(error)) from None
+    except OSError as error:
+        problem = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        if error.errno in _UNREACHABLE:
+            raise Outage(problem) from None
+        raise BadInput(f"--checkpoint_mirror: {problem}: choose a directory that can be written to, or start without "
+                       "the flag") from None
 
 
 def patiently(url, function):
@@ -311,23 +307,19 @@ class Uploader:
         """Waits until the newest checkpoint is in the mirror, or the mirror refuses it for good, or is_told_to_end(),
         or END_TIMEOUT_S have passed. Returns whether it is there."""
         deadline = time.monotonic() + END_TIMEOUT_S
-        has_said = False
         with self._condition:
+            if self._state.behind_since and self._refused != self._waiting and not self._rounded:
+                say(f"waiting until {self._waiting.name} is in {self._mirror.url}, for up to {END_TIMEOUT_S / 60:.0f} "
+                    "minutes. It is on this machine's disk: Ctrl-C or SIGTERM ends the wait at once")
             while (self._rounded or self._waiting and self._refused != self._waiting) and time.monotonic() < deadline:
                 if is_told_to_end():
                     break
-                if not has_said and self._state.behind_since and self._waiting and not self._rounded:
-                    say(f"waiting until {self._waiting.name} is in {self._mirror.url}, for up to "
-                        f"{END_TIMEOUT_S / 60:.0f} minutes. It is on this machine's disk: Ctrl-C or SIGTERM ends the "
-                        "wait at once")
-                    has_said = True
                 self._condition.wait(POLL_S)
             self._is_over = True
             if not self._state.behind_since:
                 return True
             why = f" ({self._state.error})" if self._state.error else ""
-            where = f"on this machine's disk only, and not in {self._mirror.url}{why}"
-            say(f"warning: {self._waiting.name} is {where}")
+            say(f"warning: {self._waiting.name} is on this machine's disk only, and not in {self._mirror.url}{why}")
             return False
 
     def _note(self):

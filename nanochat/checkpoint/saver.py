@@ -148,7 +148,7 @@ def save_checkpoint(run_dir, model_state, optimizer_state, meta, num_lanes, layo
     except BaseException:
         remove_files(partial, mine)  # frees the disk; ranks may still write to the directory
         raise
-    _publish(partial, final)
+    format.publish(partial, final)
     format.prune(run_dir, meta.step, options.kept)
     return final
 
@@ -162,15 +162,6 @@ def make_room(run_dir, needed_bytes, kept):
             raise OSError(errno.ENOSPC, f"a checkpoint takes {needed_bytes / 1e6:,.1f} MB and {free / 1e6:,.1f} MB "
                           "are free", str(run_dir))
         format.delete(doomed.pop(0))
-
-
-# This order makes a kill at any moment harmless. All files are on disk by now. Then come their names in the directory,
-# then one rename, which makes the checkpoint whole for everybody. An older checkpoint goes only once the new name is on
-# disk, too.
-def _publish(partial, final):
-    format.sync_to_disk(partial)
-    partial.rename(final)
-    format.sync_to_disk(final.parent)
 
 
 def _write_text(path, text):
@@ -187,8 +178,7 @@ def _wait_for_files(partial, files, timeout_s):
             raise NotFinite
         if (partial / FULL).exists():
             raise OSError(errno.ENOSPC, "another rank has no room for its part", str(partial))
-        more = " …" if len(missing) > 3 else ""
-        wait.for_the_ranks_that(f"write {', '.join(missing[:3])}{more} to {partial}")
+        wait.for_the_ranks_that(f"write {', '.join(missing[:3])} to {partial}")
 
 
 # LANES gets its name before the ranks' files go: so at any moment the folder holds every position at least once. A full

@@ -10,7 +10,7 @@ from nanochat.device.ranks import compute_cleanup, compute_init, prepare_libtpu
 from nanochat.kernels.choose import get_kernels
 from nanochat.kernels.sharded import Sharding
 from nanochat.model.parts import require_parts
-from nanochat.run.processes import RankEnded, begin_with_parent, expected_world_size, run_as_ranks
+from nanochat.run.processes import begin_with_parent, expected_world_size, run_as_ranks
 
 
 @dataclass(frozen=True)
@@ -47,12 +47,11 @@ def run_on_mesh(function, mesh, device_type):
         return _as_rank(function, device_type)
     prepare_libtpu(device_type)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends this process while it waits, and the ranks with it
-    try:
-        return run_as_ranks(_as_rank, function, device_type, begin=begin_with_parent)
-    except RankEnded as error:
-        if not error.status:
-            print("error: a process of this command was killed: has the machine too little memory?", file=sys.stderr)
-        return error.status or 1
+    status = run_as_ranks(_as_rank, function, device_type, begin=begin_with_parent)
+    if status is None:
+        print("error: a process of this command was killed: has the machine too little memory?", file=sys.stderr)
+        return 1
+    return status
 
 
 def _as_rank(function, device_type):

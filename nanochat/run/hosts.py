@@ -111,14 +111,14 @@ def _host(addresses, index, source):
     return Host(int(index), addresses, name, int(port))
 
 
-def metadata(key, timeout_s=5):
+def metadata(key):
     """Returns the value of instance/`key` on Google Cloud's metadata server, or "" if it cannot be reached.
     $GCE_METADATA_HOST is the server's address, as in Google's own libraries."""
     server = os.environ.get("GCE_METADATA_HOST", "metadata.google.internal")
     request = urllib.request.Request(f"http://{server}/computeMetadata/v1/instance/{key}",
                                      headers={"Metadata-Flavor": "Google"})
     try:
-        with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+        with urllib.request.urlopen(request, timeout=5) as answer:
             return answer.read().strip().decode(errors="replace")
     except (OSError, http.client.HTTPException):  # URLError is an OSError
         return ""
@@ -168,8 +168,7 @@ def require_alike(names, found, advice):
             if here != there:
                 differences.append(f"{key} is {_show(here)} on {names[0]} and {_show(there)} on {name}")
         if differences:
-            more = f" (and {len(differences) - 4} more)" if len(differences) > 4 else ""
-            raise BadInput(f"the hosts differ: {'; '.join(differences[:4])}{more}: {advice}")
+            raise BadInput(f"the hosts differ: {'; '.join(differences[:4])}: {advice}")
 
 
 def _show(value):

@@ -67,16 +67,12 @@ class Pod:
         self._said = {}  # name -> {index: value}, see gather; on the first host
         self._values = {}  # name -> the values of all hosts
 
-    @property
-    def is_first(self):
-        return self.host.is_first
-
     # Joining
 
     def join(self, about):
         """Waits for all hosts, and returns what each says about itself, a list. about: what this one says. Raises
         PodError if one does not join, and BadInput if the first host refuses this one."""
-        if self.is_first:
+        if self.host.is_first:
             hellos = self._wait_for_others(about)
         else:
             hellos = self._join_first(about)
@@ -110,13 +106,13 @@ class Pod:
         return hellos
 
     def _listen(self):
-        first, port = self.host.addresses[0], self.host.port
+        first = self.host.addresses[0]
         try:
             known = {socket.gethostbyname(address) for address in self.host.addresses}
-            self._listener = socket.create_server((first, port))
+            self._listener = socket.create_server((first, self.host.port))
         except OSError as error:
-            raise BadInput(f"the other hosts cannot join this one at {first}:{port} ({error.strerror}): end the run "
-                           "that uses it, or correct NANOCHAT_HOSTS or NANOCHAT_POD_PORT on all") from None
+            raise BadInput(f"the other hosts cannot join this one at {first}:{self.host.port} ({error.strerror}): end "
+                           "the run that uses it, or correct NANOCHAT_HOSTS or NANOCHAT_POD_PORT on all") from None
         self._start(self._accept, known)
 
     def _accept(self, known):
@@ -153,12 +149,9 @@ class Pod:
                 self._members[index] = wire.Member(connection)
                 self._changed.notify_all()
                 return
-        if index in self._hellos:
-            why = f"another process has joined as host {index} already"
-        else:
-            why = f"it has other hosts ({', '.join(self.host.addresses)}) than host {index}"
-        wire.send(connection, {"refused": f"the first host refuses this one: {why}: start the same command once on "
-                                          "every host, with the same NANOCHAT_HOSTS"})
+        wire.send(connection, {"refused": f"host {index} has joined the first host already, or has other hosts than "
+                                          f"{', '.join(self.host.addresses)}: start the same command once on every "
+                                          "host, with the same NANOCHAT_HOSTS"})
         connection.close()
 
     # Joining, on the others
@@ -185,7 +178,7 @@ class Pod:
 
     def _reach(self, first):
         deadline = time.monotonic() + self._limits.join_s
-        has_said = False
+        say(f"waiting for the first host at {first}, for up to {self._limits.join_s} s")
         while True:
             try:
                 return wire.connect(self.host)
@@ -194,9 +187,6 @@ class Pod:
                     raise PodError(f"the first host has not been reached at {first} for {self._limits.join_s} s "
                                    f"({error}): start the run there, too, and let hosts reach each other at this port",
                                    1) from None
-            if not has_said:
-                say(f"waiting for the first host at {first}, for up to {self._limits.join_s} s")
-                has_said = True
             time.sleep(RETRY_S)
 
     # Messages. A thread for each connection reads them and calls the handler of their kind. No handler waits for
@@ -228,7 +218,7 @@ class Pod:
         with self._changed:
             while self.failure or name not in self._values:  # all hosts may say that they have ended after a failure
                 missing = [self.names[0]]
-                if self.is_first:
+                if self.host.is_first:
                     said = self._said.get(name, {})
                     missing = [host for index, host in enumerate(self.names) if index not in said]
                 self._wait(began, timeout_s or self._limits.gather_s, f"{', '.join(missing)} to say {name}")
@@ -322,7 +312,7 @@ class Pod:
         if status not in (0, EXIT_STATUS):
             self.fail(reason or f"its ranks ended with status {status}", status)
         # The others wait for the first, which saves and waits for its mirror.
-        timeout_s = self._limits.last_words_s if self.is_first else self._limits.end_s
+        timeout_s = self._limits.last_words_s if self.host.is_first else self._limits.end_s
         try:
             return self.gather(END, status, timeout_s)[0]
         except PodError as failure:
@@ -351,8 +341,8 @@ class Pod:
 
 @contextmanager
 def membership(host):
-    """Yields the Pod of a Host; None for None. An error that ends the block ends the run on all hosts: with status 2
-    for BadInput, that of a Failure (75 for an Outage), and 1 for any other error."""
+    """Yields the Pod of a Host; None for None. An error that ends the block ends the run on all hosts: with the
+    `status` of BadInput or a Failure, and 1 for any other error."""
     if host is None:
         yield None
         return
@@ -360,12 +350,7 @@ def membership(host):
     try:
         yield pod
     except BaseException as error:
-        status = 1
-        if isinstance(error, BadInput):
-            status = 2
-        elif isinstance(error, Failure):
-            status = error.status
-        pod.fail(" ".join(str(error).split()) or type(error).__name__, status)
+        pod.fail(" ".join(str(error).split()) or type(error).__name__, getattr(error, "status", 1))
         raise
     finally:
         pod.close()

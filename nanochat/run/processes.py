@@ -108,17 +108,9 @@ def expected_world_size(device_type, hosts=1):
     return 1
 
 
-class RankEnded(Exception):
-    """A rank's process has ended too early. `status`: the exit status that the rank reported; 0 if it was killed."""
-
-    def __init__(self, status):
-        super().__init__(f"a rank has ended its process with status {status}")
-        self.status = status
-
-
 def run_as_ranks(function, *args, begin):
     """Calls function(*args), which returns an exit status, as every rank. Returns the status of a rank that failed, or
-    0. Raises RankEnded. begin: see spawn_ranks."""
+    0; None if a rank was killed. begin: see spawn_ranks."""
     with tempfile.TemporaryDirectory() as scratch:
         # By a file, because the executor does not tell the status of a process that has ended.
         status_path = Path(scratch) / "status"
@@ -126,7 +118,7 @@ def run_as_ranks(function, *args, begin):
         try:
             spawn_ranks(_run_as_rank, partial(function, *args), str(status_path), begin=begin)
         except BrokenProcessPool:
-            raise RankEnded(int(status_path.read_text())) from None
+            return int(status_path.read_text()) or None
         return int(status_path.read_text())
 
 

@@ -22,7 +22,7 @@ def agree_on_checkpoint(pod, directory, path, note):
 
     path, note: on the first host, its newest checkpoint, or None, and a JSON value.
     """
-    if not pod.is_first:
+    if not pod.host.is_first:
         newest = format.latest(directory)
         found = {"name": newest.name} if newest else {}
     elif path:
@@ -39,7 +39,7 @@ def agree_on_checkpoint(pod, directory, path, note):
                                f"counts, has no checkpoint: copy the folder {directory} there, or start over with "
                                "--resume=never")
         return None, None
-    if not pod.is_first:
+    if not pod.host.is_first:
         path = obtain(pod, directory, chosen["name"], chosen["sums"])
     return path, chosen["note"]
 
@@ -80,9 +80,7 @@ def _get_checkpoint(pod, path, sums):
         problem = str(error)
     if problem:
         raise PodError(f"{path.name} was not received whole from host {pod.names[0]}: {problem}", 1)
-    format.sync_to_disk(partial_path)
-    partial_path.rename(path)
-    format.sync_to_disk(path.parent)
+    format.publish(partial_path, path)
     say(f"received {path.name} from host {pod.names[0]} in {time.monotonic() - started:.1f} s")
 
 

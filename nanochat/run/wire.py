@@ -23,10 +23,10 @@ def send(connection, message):
 def receive(connection):
     """Returns the next JSON object. Raises EOFError if the connection has ended, OSError (TimeoutError is one), and
     ValueError for an invalid message."""
-    length = struct.unpack("!Q", _read(connection, 8))[0]
+    length = struct.unpack("!Q", b"".join(_parts(connection, 8)))[0]
     if length > MAX_MESSAGE_BYTES:
         raise ValueError(f"a message of {length} bytes")
-    message = json.loads(_read(connection, length))
+    message = json.loads(b"".join(_parts(connection, length)))
     if not isinstance(message, dict):
         raise ValueError("a message that is no object")
     return message
@@ -39,28 +39,21 @@ def send_file(connection, path):
 
 
 def receive_file(connection, path):
-    """Writes the next file to `path`, a piece at a time, and returns once it is on disk. Raises as `receive` does."""
-    left = receive(connection)["bytes"]
+    """Writes the next file to `path`, a part at a time, and returns once it is on disk. Raises as `receive` does."""
     with open(path, "wb") as file:
-        while left:
-            part = connection.recv(min(left, CHUNK_BYTES))
-            if not part:
-                raise EOFError(f"the connection has ended {left} bytes before the end of {path.name}")
-            file.write(part)
-            left -= len(part)
+        file.writelines(_parts(connection, receive(connection)["bytes"]))
         file.flush()
         os.fsync(file.fileno())
 
 
-def _read(connection, length):
-    parts = []
+def _parts(connection, length):
+    """Yields the next `length` bytes, as they come."""
     while length:
         part = connection.recv(min(length, CHUNK_BYTES))
         if not part:
             raise EOFError("the connection has ended")
-        parts.append(part)
+        yield part
         length -= len(part)
-    return b"".join(parts)
 
 
 # Between the first host and the others

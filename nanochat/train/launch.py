@@ -15,7 +15,7 @@ from nanochat.run import stopping
 from nanochat.run.agreement import Requests, agree_with_hosts
 from nanochat.run.hosts import describe, require_alike, this_host
 from nanochat.run.pod import membership
-from nanochat.run.processes import RankEnded, begin_as_rank, exclusive_use, run_as_ranks
+from nanochat.run.processes import begin_as_rank, exclusive_use, run_as_ranks
 from nanochat.run.transfer import serve_lanes
 from nanochat.run.watchdog import Heartbeats, Watchdog
 from nanochat.train.prepare import prepare, run_directory
@@ -52,8 +52,8 @@ def train_on_xla(flags, device_type, make_task, host):
         with exclusive_use(run_directory(flags)):
             run = prepare(flags, device_type, make_task, pod)
             if run.finished_step:
-                status = say_finished(run)
-                return pod.end(status) if pod else status
+                say_finished(run)
+                return pod.end(0) if pod else 0
             requests = Requests(run.requests_file)
             stopping.stop_on_signals(requests)
             if device_type == "tpu":
@@ -65,7 +65,7 @@ def train_on_xla(flags, device_type, make_task, host):
 
 def train_on_pod(run, pod, requests):
     """Trains on this host as one of several. Returns the exit status, equal on all."""
-    if pod.is_first:
+    if pod.host.is_first:
         serve_lanes(pod, run.directory)
     agree_with_hosts(pod, requests, num_ranks=run.plan.world_size // pod.host.count)
     watchdog = Watchdog(Heartbeats(run.heartbeats_file), pod)
@@ -81,13 +81,12 @@ def train_on_pod(run, pod, requests):
 def spawn(run, watchdog):
     """Trains in a process for each chip, or in a thread for each XLA device of a CPU. Returns the exit status."""
     with watchdog:
-        try:
-            return run_as_ranks(_train_as_rank, run, begin=partial(begin_as_rank, run.directory))
-        except RankEnded as error:
-            # The executor may notice a process's end before the watchdog, which looks four times a second, has said
-            # why.
+        status = run_as_ranks(_train_as_rank, run, begin=partial(begin_as_rank, run.directory))
+        if status is None:
+            # The executor may notice a process's end before the watchdog, which looks four times a second, says why.
             watchdog.has_reported.wait(timeout=10)
-            return error.status or 1
+            return 1
+        return status
 
 
 def _train_as_rank(run):
@@ -120,7 +119,9 @@ def train_without_parent(flags, device_type, make_task):
             torch.distributed.broadcast_object_list(found)
             run = found[0]
         if run.finished_step:
-            return say_finished(run) if dist.rank == 0 else 0
+            if dist.rank == 0:
+                say_finished(run)
+            return 0
         stopping.stop_on_signals(Requests(run.requests_file))
         if dist.rank == 0:
             held.enter_context(Watchdog(Heartbeats(run.heartbeats_file)))
@@ -130,7 +131,6 @@ def train_without_parent(flags, device_type, make_task):
 
 
 def say_finished(run):
-    """Says that nothing is left to train, and returns the exit status."""
+    """Says that nothing is left to train."""
     say(f"run {run.flags.run.run} has reached step {run.finished_step} ({run.checkpoint}): nothing left to do. "
         "Raise --num_iterations, choose another --run, or start over with --resume=never")
-    return 0

@@ -78,11 +78,9 @@ class Run:
 def run_directory(flags):
     """Returns the folder of a run's checkpoints and metrics. Raises BadInput if --run cannot name one."""
     name = flags.run.run
-    if not re.fullmatch(r"\w[\w.+=-]*", name):
-        raise BadInput(f"--run={name} is not a plain name, as for a folder: give letters, digits and _, and after the "
-                       "first also . + = and -")
-    if len(name.encode()) > 200:
-        raise BadInput(f"--run={name[:40]}… is too long for a folder: give at most 200 bytes")
+    if not re.fullmatch(r"\w[\w.+=-]*", name) or len(name.encode()) > 200:
+        raise BadInput(f"--run={name[:200]} is not a plain name, as for a folder: give at most 200 bytes, letters, "
+                       "digits and _, and after the first also . + = and -")
     return get_base_dir() / "checkpoints" / name
 
 
@@ -94,7 +92,7 @@ def prepare(flags, device_type, make_task, pod=None):
     a time may prepare a run (exclusive_use): this deletes the remains of interrupted saves.
     """
     directory = run_directory(flags)
-    is_first = pod is None or pod.is_first
+    is_first = pod is None or pod.host.is_first
     world_size = expected_world_size(device_type, pod.host.count if pod else 1)
     task = make_task(flags, device_type, world_size, directory)
     if pod:
@@ -180,7 +178,7 @@ def resumed_checkpoint(directory, mirror, pod=None):
     """Returns the path of the checkpoint to resume from, or None, and whether the run had ended with it."""
     path = None
     is_finished = (directory / FINISHED_FILE).exists()
-    if pod is None or pod.is_first:
+    if pod is None or pod.host.is_first:
         path = newest_checkpoint(directory, mirror)
     if pod is None:
         return path, is_finished

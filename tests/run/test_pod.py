@@ -44,7 +44,7 @@ def test_hosts_of_one_name_are_told_apart_by_their_addresses():
 @pytest.mark.parametrize("status", [0, EXIT_STATUS])
 def test_all_hosts_end_with_the_status_of_the_first(status):
     with joined_pods(3) as pods:
-        assert on_all(pods, lambda pod: pod.end(status if pod.is_first else 0)) == [status] * 3
+        assert on_all(pods, lambda pod: pod.end(status if pod.host.is_first else 0)) == [status] * 3
         assert not any(pod.failure for pod in pods)
 
 

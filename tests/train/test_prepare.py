@@ -147,7 +147,7 @@ def test_a_run_needs_a_name_that_can_be_a_folder(name):
 
 def test_the_name_of_a_run_fits_a_folder():
     for name in ("a" * 201, "é" * 101):
-        with pytest.raises(BadInput, match=f"--run={name[:40]}.*too long"):
+        with pytest.raises(BadInput, match=f"--run={name[:40]}.*at most 200 bytes"):
             run_directory(SimpleNamespace(run=RunFlags(run=name)))
     assert run_directory(SimpleNamespace(run=RunFlags(run="a" * 200))).name == "a" * 200
 
