@@ -218,13 +218,3 @@ def print0(text):
     dist = getattr(_this_thread, "dist", None)
     if dist is None or dist.rank == 0:
         say(text, keep="\n\t")
-
-
-def print_banner():
-    print0(r"""
-                             _           _
-   _ __   __ _ _ __   ___ __| |__   __ _| |_
-  | '_ \ / _` | '_ \ / _ \ / _| '_ \ / _` | __|
-  | | | | (_| | | | | (_) | (__| | | | (_| | |_    C++ code models on TPUs
-  |_| |_|\__,_|_| |_|\___/\___|_| |_|\__,_|\__|    with PyTorch/XLA
-""")

@@ -112,7 +112,6 @@ class Slice(NamedTuple):
 
 
 _NAMES = {"v4": "v4", "v5e": "v5e", "v5lite": "v5e", "v5litepod": "v5e", "v5p": "v5p", "v6e": "v6e"}
-_UNCLEAR_NAMES = {"v5": ("v5e", "v5p"), "v6": ("v6e",)}
 
 
 def parse_accelerator(accelerator, source="--accelerator"):
@@ -121,9 +120,6 @@ def parse_accelerator(accelerator, source="--accelerator"):
     spelling = accelerator.lower().replace("_", "-")
     match = re.fullmatch("(?:tpu-?)?(v[0-9](?:litepod|lite|[a-z])?)-?([0-9]{1,6})", spelling)
     name, count = match.groups() if match else ("", "0")
-    if name in _UNCLEAR_NAMES:
-        right = " or ".join(f"{TPU_TYPES[name].accelerator_prefix}-{count}" for name in _UNCLEAR_NAMES[name])
-        raise BadInput(f"{source}={accelerator} is not clear: give {right}")
     if name not in _NAMES:
         known = ", ".join(f"{tpu.accelerator_prefix}-N" for tpu in TPU_TYPES.values())
         raise BadInput(f"{source}={accelerator} is unknown: give one of {known}")

@@ -160,7 +160,7 @@ def _build_without_token(collective, tensor):
     context.set_name_string("collective")
     context.build([collective(placeholder)])
     torch_xla._XLAC._set_all_reduce_token(str(tensor.device), None)
-    operand, = _parameters("collective", [tensor])
+    operand = _parameters("collective", [tensor])[0]
     # The computation's other parameter is the token, before or after the tensor.
     zero = xb.Op.scalar(operand.builder(), 0.0, dtype=xb.Type.F32)
     number = len(context.device_parameter_id_tensor_mapping())

@@ -136,9 +136,8 @@ def _rewind(path, resume_step, console):
 class WandbLog:
     """Sends records to WandB in the background."""
 
-    def __init__(self, console=say, **init_arguments):
-        """console: called with the warning; init_arguments: those of wandb.init."""
-        self._console = console
+    def __init__(self, **init_arguments):
+        """init_arguments: those of wandb.init."""
         self._queue = queue.Queue(WANDB_QUEUE_RECORDS)
         self._warned = False
         self._thread = threading.Thread(target=self._work, args=(init_arguments,), name="wandb", daemon=True)
@@ -174,14 +173,14 @@ class WandbLog:
             run.finish()
         except BaseException as error:  # wandb raises KeyboardInterrupt and SystemExit, too
             if "No API key" in str(error):
-                return self._console("WandB gets no records: nobody has logged in here (wandb login). metrics.jsonl "
-                                     "has every record.")
+                return say("WandB gets no records: nobody has logged in here (wandb login). metrics.jsonl "
+                           "has every record.")
             self._warn(f"failed ({type(error).__name__}: {' '.join(str(error).split())})")
 
     def _warn(self, problem):
         if not self._warned:
             self._warned = True
-            self._console(f"warning: WandB {problem}. The run continues; metrics.jsonl has every record.")
+            say(f"warning: WandB {problem}. The run continues; metrics.jsonl has every record.")
 
 
 def format_line(record, total_steps=None, of_task=None):
@@ -210,12 +209,11 @@ def format_count(count):
 
 def format_duration(seconds):
     """Returns 3725 as "1h02m" and 125 as "2m05s"."""
-    minutes, seconds = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours}h{minutes:02d}m"
-    if minutes:
-        return f"{minutes}m{seconds:02d}s"
+    seconds = int(seconds)
+    if seconds >= 3600:
+        return f"{seconds // 3600}h{seconds // 60 % 60:02d}m"
+    if seconds >= 60:
+        return f"{seconds // 60}m{seconds % 60:02d}s"
     return f"{seconds}s"
 
 

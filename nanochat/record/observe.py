@@ -59,11 +59,6 @@ class Observer:
         return record
 
 
-def describe_compiling():
-    """Returns a line with the number of programs that this process has compiled, and their seconds."""
-    return f"compiled {compilations()} programs in {compile_seconds():.1f} s"
-
-
 def describe(inputs):
     """Returns {name: "int32 (8, 1025)"} of {name: tensor}."""
     found = {}

@@ -191,7 +191,8 @@ class LanguageTask:
         plan = self.plan
         weights = state = None
         if restored:
-            weights, state = restored.model_state, restored.optimizer_state
+            weights = restored.model_state
+            state = restored.optimizer_state
         elif self.start:
             weights, state = self.start.load()
         objective = NEXT_TOKEN

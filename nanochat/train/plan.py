@@ -166,8 +166,8 @@ def plan_sharding(devices, device_type):
     """Returns whether each rank keeps a part of the optimizer's state, for KernelFlags. Raises BadInput."""
     is_sharded = devices.is_sharded_on(device_type)
     if devices.gradient_sums == "bfloat16" and not is_sharded:
-        where = "with --shard_optimizer=off" if device_type in ("tpu", "xla") else f"on {device_type}"
-        raise BadInput(f"--gradient_sums=bfloat16, but {where} gradients are summed in fp32: leave it out")
+        raise BadInput(f"--gradient_sums=bfloat16, but on {device_type} with --shard_optimizer="
+                       f"{devices.shard_optimizer} gradients are summed in fp32: leave it out")
     return is_sharded
 
 

@@ -4,19 +4,10 @@ import shutil
 import time
 from pathlib import Path
 
-from nanochat.checkpoint import rounded
+from nanochat.checkpoint import rounded, saver
 from nanochat.checkpoint.format import Kept
 from nanochat.checkpoint.mirror import Uploader
 from nanochat.checkpoint.pieces import Layout
-from nanochat.checkpoint.saver import (
-    NotFinite,
-    SaveOptions,
-    Saver,
-    require_finite,
-    save_checkpoint,
-    save_lane_states,
-    write_part,
-)
 from nanochat.common import say
 from nanochat.device.collectives import thread_barrier
 from nanochat.run.transfer import send_lanes
@@ -48,15 +39,15 @@ class Saves:
         if run.link and not run.link.host.is_first:
             self._link = run.link
         elif dist.rank > 0:
-            self._saver = Saver(run.directory)
+            self._saver = saver.Saver(run.directory)
         else:
             shutil.rmtree(self._memory, ignore_errors=True)  # of a process that was killed
             if run.mirror:
                 self._uploader = Uploader(run.mirror, run.directory)
                 if run.checkpoint:
                     self._uploader.upload(run.checkpoint)
-            options = SaveOptions(Kept(record.keep_checkpoints, record.keep_every))
-            self._saver = Saver(run.directory, self._num_lanes, options, step, self._uploader, log)
+            options = saver.SaveOptions(Kept(record.keep_checkpoints, record.keep_every))
+            self._saver = saver.Saver(run.directory, self._num_lanes, options, step, self._uploader, log)
 
     def wants_save(self):
         """Whether --save_every_minutes have passed since the last checkpoint, by this rank's clock."""
@@ -98,7 +89,7 @@ class Saves:
         if self._link:  # rank 0 is on another host
             send_lanes(self._link, step, lane_states)
         else:
-            save_lane_states(self._run_dir, step, lane_states)
+            saver.save_lane_states(self._run_dir, step, lane_states)
         if self._dist.rank == 0:
             self._saver.save(*state, meta, layout)
         elif state[0] or state[1]:  # this rank writes some of the tensors
@@ -108,15 +99,15 @@ class Saves:
         """Writes this rank's part of the rounded state to memory. Rank 0 hands it to the mirror."""
         self._rounded_step = step
         try:
-            save_lane_states(self._memory, step, lane_states)
-            require_finite(state[0])
+            saver.save_lane_states(self._memory, step, lane_states)
+            saver.require_finite(state[0])
             state = rounded.round_state(*state)
             if self._dist.rank > 0:
-                return write_part(self._memory, step, layout, *state)
-            options = SaveOptions(lanes_timeout_s=ROUNDED_S, pieces_timeout_s=ROUNDED_S)
-            path = save_checkpoint(self._memory, *state, meta, self._num_lanes, layout, options, self._log)
+                return saver.write_part(self._memory, step, layout, *state)
+            options = saver.SaveOptions(lanes_timeout_s=ROUNDED_S, pieces_timeout_s=ROUNDED_S)
+            path = saver.save_checkpoint(self._memory, *state, meta, self._num_lanes, layout, options, self._log)
             self._uploader.upload_rounded(path)
-        except (OSError, NotFinite) as error:  # the checkpoint on disk follows
+        except (OSError, saver.NotFinite) as error:  # the checkpoint on disk follows
             say(f"warning: the mirror gets no rounded state of step {step}: {error!r}")
 
     def mirror_behind_s(self):

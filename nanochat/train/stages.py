@@ -42,25 +42,22 @@ def batch_schedule(ramp, total, micro):
 def length_schedule(ramp, max_seq_len):
     """Returns ((step, positions per row), …) for --seq_len_ramp=STEP:LENGTH,…; "" is `max_seq_len` throughout. Raises
     BadInput unless each length is a multiple of the one before, and the last is `max_seq_len`."""
-    schedule = []
-    last_step = -1
-    last = 0
+    schedule = [(-1, 0)]  # one before the first
     for entry in (ramp or f"0:{max_seq_len}").split(","):
+        last = schedule[-1][1]
         match = re.fullmatch(r"([0-9]{1,9}):([1-9][0-9]{0,6})", entry)
-        if not match or int(match[1]) <= last_step or int(match[2]) <= last:
+        if not match or int(match[1]) <= schedule[-1][0] or int(match[2]) <= last:
             raise BadInput(f"--seq_len_ramp={ramp}: {entry} is not STEP:LENGTH with steps and lengths that rise: give "
                            "for example 0:1024,4000:2048,8000:4096")
         step = int(match[1])
         length = int(match[2])
-        if not schedule and step:
+        if not last and step:
             raise BadInput(f"--seq_len_ramp={ramp} does not say how long rows are before step {step}: begin with 0:")
         if last and length % last:
             raise BadInput(f"--seq_len_ramp={ramp}: rows of {length} are not whole rows of {last}, which would change "
                            f"the batch: give a multiple of {last}")
         schedule.append((step, length))
-        last_step = step
-        last = length
-    if last != max_seq_len:
-        raise BadInput(f"--seq_len_ramp={ramp} ends with rows of {last}, and the model has "
+    if length != max_seq_len:
+        raise BadInput(f"--seq_len_ramp={ramp} ends with rows of {length}, and the model has "
                        f"--max_seq_len={max_seq_len}: make them equal")
-    return tuple(schedule)
+    return tuple(schedule[1:])

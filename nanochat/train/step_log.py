@@ -9,10 +9,10 @@ import numpy as np
 import torch
 
 from nanochat.device import tpu
+from nanochat.device.programs import compilations, compile_seconds
 from nanochat.device.ranks import print0
 from nanochat.model.weights import mfu
 from nanochat.record.metrics import MetricsLogger, WandbLog
-from nanochat.record.observe import describe_compiling
 
 
 def mean_of_finite(values):
@@ -106,7 +106,7 @@ class StepLog:
             record |= self._training.observer.record(elapsed_s)
             self._logger.log(step, record)
             if first == self._first_step + 1 and self._dist.is_xla:
-                print0(describe_compiling())
+                print0(f"compiled {compilations()} programs in {compile_seconds():.1f} s")
         return elapsed_s / len(results)
 
     def _count_nonfinite(self, first, results):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from nanochat.checkpoint.format import latest
 from nanochat.checkpoint.meta import Meta, restore_rng, rng_state
 from nanochat.checkpoint.pieces import load_checkpoint
-from nanochat.device.ranks import print0, print_banner
+from nanochat.device.ranks import print0
 from nanochat.record.goodput import Goodput
 from nanochat.record.observe import Profile
 from nanochat.run import stopping
@@ -39,13 +39,11 @@ class Trainer:
             run.begin()
         self.profile = Profile(run.profile_steps, run.directory / "profile", dist)
         self.liveness = Liveness(run, dist, self.step)
-        if dist.rank == 0:
-            print_banner()
-            print0("\n".join(self.task.describe()))
-            if restored:
-                print0(f"resuming from {run.checkpoint}")
-            else:
-                print0(f"a new run, in {run.directory}")
+        print0("\n".join(self.task.describe()))
+        if restored:
+            print0(f"resuming from {run.checkpoint}")
+        else:
+            print0(f"a new run, in {run.directory}")
         self.is_validation_finite = True
         self.log = StepLog(run, dist, self.training, self.nonfinite, self.step, meta)
         self.saves = Saves(run, dist, self.step, self.log)
@@ -178,9 +176,8 @@ class Trainer:
         if self.nonfinite.are_too_many:
             return 1
         if not is_saved:
-            newest = latest(self.run.directory)
-            instead = f"the checkpoint before it, {newest}" if newest else "no checkpoint"
-            print0(f"error: the state of step {self.step} is not saved: the run ends with {instead}")
+            print0(f"error: the state of step {self.step} is not saved: the run ends with "
+                   f"{latest(self.run.directory) or 'no checkpoint'}")
             return 1
         if is_stopped:
             return stopping.EXIT_STATUS

@@ -26,15 +26,10 @@ def test_accelerator_strings_mean_what_google_says(accelerator, name, chips, hos
 
 
 @pytest.mark.parametrize("accelerator", ["", "v5e", "v5litepod", "v5litepod-", "v5litepod-3", "v6e-2", "v6e-x", "v4-4",
-                                         "v4-9", "v9-8", "v6e-08", "v6e-0", "v6e-" + 5000 * "9", "v6e-٤", "tpu"])
+                                         "v4-9", "v9-8", "v6e-08", "v6e-0", "v6e-" + 5000 * "9", "v6e-٤", "tpu", "v5-8",
+                                         "tpu_v6_4"])
 def test_accelerators_that_do_not_exist_are_refused(accelerator):
     with pytest.raises(BadInput, match="--accelerator="):
-        tpu.parse_accelerator(accelerator)
-
-
-@pytest.mark.parametrize("accelerator, right", [("v5-8", "v5litepod-8 or v5p-8"), ("tpu_v6_4", "v6e-4")])
-def test_spellings_that_are_not_clear_are_refused_with_the_right_ones(accelerator, right):
-    with pytest.raises(BadInput, match=f"--accelerator={accelerator} .*: give {right}"):
         tpu.parse_accelerator(accelerator)
 
 

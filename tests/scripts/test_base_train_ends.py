@@ -67,7 +67,7 @@ def test_a_run_whose_last_state_is_not_saved_ends_with_status_1(train, run_dir):
     # the update of step 4 makes the embedding infinite, and its loss was still finite
     process = train("--num_iterations=4", "--save_every=3", "--eval_every=-1", "--embedding_lr=1e44", status=1)
     assert "changed since the checkpoint: embedding_lr 0.02 -> 1e+44\n" in process.stdout
-    assert "error: the state of step 4 is not saved: the run ends with the checkpoint before it, " in process.stdout
+    assert "error: the state of step 4 is not saved: the run ends with /" in process.stdout
     assert not (run_dir / ".finished").exists() and steps_of(run_dir) == [3] and not list(run_dir.glob("*.tmp"))
 
 
