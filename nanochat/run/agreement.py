@@ -72,11 +72,6 @@ class Requests:
     def begin_to_wait_for_mirror(self):
         self.shared[_WAITS_FOR_MIRROR] = 1
 
-    @property
-    def save_is_asked(self):
-        """Whether rank 0 of several hosts asks for a save."""
-        return bool(self.shared[_SAVE_ASKED])
-
     # For the process that decides
 
     def hold(self, number, kind):
@@ -200,7 +195,7 @@ def _agree_with_hosts(pod, requests, num_ranks):
     is_stopping = False
     try:
         for rounds in itertools.count():
-            wishes = [requests.times_asked > 0, requests.is_preempted, requests.save_is_asked]
+            wishes = [requests.times_asked > 0, requests.is_preempted, bool(requests.shared[_SAVE_ASKED])]
             found = pod.gather(f"what they ask for ({rounds})", wishes, math.inf)
             stop, is_preempted, save = map(any, zip(*found, strict=True))
             if is_preempted:

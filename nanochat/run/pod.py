@@ -202,12 +202,6 @@ class Pod:
         with suppress(OSError):
             self._members[index].send(message)
 
-    def tell_all(self, message):
-        """Sends a message from the first host to all hosts, itself last."""
-        # Last, because the message may wake the main thread, which then closes the connections to the others.
-        for index in reversed(range(self.host.count)):
-            self.tell(index, message)
-
     # Each host tells the first its value, and the first sends all values to each. So all hosts decide from the same
     # values, and a host that has them knows that all others have come this far.
     def gather(self, name, value, timeout_s=None):
@@ -235,7 +229,9 @@ class Pod:
             if message["name"] == END:  # here, because a host that has the values may close its connection at once
                 self._is_over.set()
             values = [said[index] for index in range(self.host.count)]
-            self.tell_all({"kind": "values", "name": message["name"], "values": values})
+            # Itself last: the message may wake the main thread, which then closes the connections to the others.
+            for index in reversed(range(self.host.count)):
+                self.tell(index, {"kind": "values", "name": message["name"], "values": values})
 
     def _on_values(self, index, message):
         with self._changed:
