@@ -346,7 +346,8 @@ def membership(host):
     try:
         yield pod
     except BaseException as error:
-        pod.fail(" ".join(str(error).split()) or type(error).__name__, getattr(error, "status", 1))
+        status = error.status if isinstance(error, BadInput | Failure) else 1
+        pod.fail(" ".join(str(error).split()) or type(error).__name__, status)
         raise
     finally:
         pod.close()
