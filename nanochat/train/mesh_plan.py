@@ -130,8 +130,8 @@ def _require_mesh(mesh, flags, config, device_type):
     if not mesh.divides_weights:
         return
     if device_type not in ("tpu", "xla"):
-        raise BadInput(f"a mesh of {mesh}, but this runs on {device_type}: only XLA devices can divide the weights, "
-                       "use 1 along fsdp and tensor")
+        raise BadInput(f"a mesh of {mesh}, but this runs on --device_type={device_type}: only XLA devices can "
+                       "divide the weights, use 1 along fsdp and tensor")
     if flags.devices.shard_optimizer == "off":
         raise BadInput(f"a mesh of {mesh} divides the weights, and --shard_optimizer=off does not: leave it out, or "
                        "use 1 along fsdp and tensor")

@@ -242,7 +242,7 @@ def test_a_checkpoint_goes_on_on_every_other_mesh(train, reference, tokenizer_di
     (["--mesh_tensor=4"], 4, "4 chips along tensor do not divide the attention heads .*2: use 2 along tensor"),
     (["--mesh_tensor=2", "--num_kv_heads=1"], 2, "do not divide the heads of keys and values .*1: use 1 along tensor"),
     (["--mesh_tensor=2", "--mesh_fsdp=4"], 8, "270 tokens cannot be divided by 8: use 1 along fsdp and tensor, "
-     "or a tokenizer with 272 tokens"),
+     "or a --tokenizer_dir with 272 tokens"),
     (["--mesh_tensor=2", "--mesh_fsdp=4", "--model_dim=60"], 8,
      "4 chips along fsdp do not divide the width .* a chip along tensor has, 30: use 2 along fsdp"),
     (["--mesh_tensor=2", "--kernel=current"], 2, "--mesh_tensor .* --kernel=current"),
