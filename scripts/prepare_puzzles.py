@@ -13,6 +13,8 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from nanochat import common
 from nanochat.common import BadInput, expand_path, flag
 from nanochat.puzzles import arc
@@ -73,15 +75,20 @@ def choose_tasks(flags):
 
 
 def prepare(flags, maker, out_dir):
-    """Writes the puzzles of a maker, or of ARC. Returns {"train": puzzles, "val": puzzles}."""
+    """Writes the puzzles of a maker, or of ARC. Returns {"train": puzzles, "val": puzzles}, and a description."""
     if not maker:
         splits, tasks = arc.make_splits(*choose_tasks(flags), flags.forms, flags.seed)
         write_puzzles(out_dir, "arc", (arc.SIDE,), splits, tasks)
-        return splits
+        return splits, f"; {tasks:,} forms of tasks"
     sizes = {"train": 2000 if flags.train < 0 else flags.train, "val": 300 if flags.val < 0 else flags.val}
     splits = make_splits(maker, sizes, flags.qqwing)
     write_puzzles(out_dir, maker.kind, maker.shape, splits)
-    return splits
+    if flags.puzzle == "maze":
+        return splits, ""
+    guesses = np.array([guesses for _, _, guesses in splits["val"]])
+    filled = np.mean([np.count_nonzero(puzzle) for puzzle, _, _ in splits["val"]])
+    return splits, (f": {filled:.1f} digits and {guesses.mean():.1f} guesses on average, {np.mean(guesses > 0):.0%} "
+                    "need some")
 
 
 def main(argv=None):
@@ -91,8 +98,8 @@ def main(argv=None):
     out_dir = common.require_writable_dir(flags.out_dir or common.get_base_dir() / "puzzles")
     refusal = f"another prepare_puzzles is writing to {out_dir}: wait for it, or choose another --out_dir"
     with common.locked(out_dir / ".lock", refusal):
-        splits = prepare(flags, maker, out_dir)
-    print(f"{out_dir}: {len(splits['train']):,} puzzles to train on, {len(splits['val']):,} held out")
+        splits, about = prepare(flags, maker, out_dir)
+    print(f"{out_dir}: {len(splits['train']):,} puzzles to train on, {len(splits['val']):,} held out{about}")
 
 
 if __name__ == "__main__":

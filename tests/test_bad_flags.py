@@ -150,7 +150,7 @@ def test_bad_flags_are_one_line_that_names_what_is_wrong(name, corpus_dir, byte_
     (tmp_path / "mine" / "a.cpp").touch()
     (tmp_path / "documents").mkdir()
     pq.write_table(pa.table({"text": ["int x;\n" * 10_000]}), tmp_path / "documents/shard_00000.parquet")
-    write_puzzles(made_puzzles, "sudoku", (2, 2), dict.fromkeys(("train", "val"), [([0] * 16, [1] * 16)]))
+    write_puzzles(made_puzzles, "sudoku", (2, 2), dict.fromkeys(("train", "val"), [([0] * 16, [1] * 16, 0)]))
     outcomes = set()
 
     max_examples = 30 if request.config.getoption("markexpr") == "not slow" else 100

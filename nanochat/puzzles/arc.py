@@ -63,7 +63,7 @@ def identity(pair):
 
 
 def make_splits(training, evaluation, num_forms, seed):
-    """Returns {"train": rows, "val": rows} with rows (puzzle, solution), and the number of forms of all tasks.
+    """Returns {"train": rows, "val": rows} with rows (puzzle, solution, 0), and the number of forms of all tasks.
     train: all pairs of the training tasks and the examples of the evaluation tasks, in all forms, except forms of
     held-out pairs. val: the questions of the evaluation tasks, unchanged."""
     held_out = set()
@@ -87,6 +87,6 @@ def make_splits(training, evaluation, num_forms, seed):
 
 
 def _row(pair, number, form):
-    """Returns a pair of grids in a form, whose number is `number`, as (puzzle, solution)."""
+    """Returns a pair of grids in a form, whose number is `number`, as (puzzle, solution, 0)."""
     question, answer = (on_square(grid, *form) for grid in pair)
-    return np.concatenate([[number], question]).astype(np.int32), answer.astype(np.int32)
+    return np.concatenate([[number], question]).astype(np.int32), answer.astype(np.int32), 0

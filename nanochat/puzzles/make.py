@@ -27,11 +27,14 @@ class Maker:
     min_path: int = 0  # of a maze
 
     def make(self, number):
-        """Returns puzzle `number` as (puzzle, solution), or None if there is no such maze."""
+        """Returns puzzle `number` as (puzzle, solution, guesses), or None if there is no such maze."""
         seed = f"{self.seed} {number}"
         if self.kind == "sudoku":
             return sudoku.generate(*self.shape, seed)
-        return mazes.generate(*self.shape, self.min_path, seed)
+        found = mazes.generate(*self.shape, self.min_path, seed)
+        if found is None:
+            return None
+        return *found, 0
 
     def fingerprints(self, puzzles):
         """Returns a number for each of the puzzles (N, cells), equal for all forms of a puzzle."""
@@ -50,8 +53,11 @@ def by_qqwing(count):
     output = subprocess.run(["qqwing", "--generate", str(count), "--solution", "--csv"], check=True, text=True,
                             preexec_fn=partial(end_with_parent, os.getpid()), capture_output=True).stdout
     puzzles = []
-    for puzzle, solution in re.findall(r"([1-9.]{81}),([1-9]{81})", output):
-        puzzles.append((list(map(int, puzzle.replace(".", "0"))), list(map(int, solution))))
+    for row in re.findall(r"([1-9.]{81}),([1-9]{81})", output):
+        puzzle = [int(letter) for letter in row[0].replace(".", "0")]
+        solution = [int(letter) for letter in row[1]]
+        _, guesses = sudoku.solve(puzzle, 3, 3, limit=1)
+        puzzles.append((puzzle, solution, guesses))
     return puzzles
 
 
@@ -79,7 +85,7 @@ def make_splits(maker, sizes, uses_qqwing=False):
                 new = list(filter(None, pool.map(maker.make, range(made, made + missing), chunksize=16)))
                 made += missing
             if new:
-                fingerprints = maker.fingerprints(np.array([puzzle for puzzle, _ in new]))
+                fingerprints = maker.fingerprints(np.array([puzzle for puzzle, _, _ in new]))
                 progress.update(_split(new, fingerprints, found, sizes))
     if any(len(found[name]) < sizes[name] for name in sizes):
         raise BadInput(f"--train={sizes['train']} and --val={sizes['val']}: only {len(found['train'])} and "

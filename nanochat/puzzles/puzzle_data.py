@@ -1,8 +1,8 @@
 """Puzzles on disk, and the puzzles of a step, which only seed, step and slot determine.
 
 A folder of puzzles has train.parquet and val.parquet with the columns `puzzle` and `solution` (lists of tokens of one
-length), and puzzles.json, which describes them. Token 0 is an empty cell. A puzzle of a task (arc.py) begins with the
-task's number.
+length) and `guesses`, and puzzles.json, which describes them. Token 0 is an empty cell. A puzzle of a task (arc.py)
+begins with the task's number.
 """
 import hashlib
 import json
@@ -19,7 +19,7 @@ from nanochat.device.ranks import Dist
 from nanochat.puzzles import arc, mazes, sudoku
 
 DESCRIPTION = "puzzles.json"
-COLUMNS = ("puzzle", "solution")
+COLUMNS = ("puzzle", "solution", "guesses")
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,7 @@ class Puzzles:
     shape: tuple  # (rows, columns) of a box of a Sudoku; (side,) of the others
     puzzles: np.ndarray  # whole numbers (N, cells); of tasks (N, 1 + cells)
     solutions: np.ndarray  # (N, cells)
+    guesses: np.ndarray  # (N,)
     fingerprint: str  # of the file
     tasks: int = 0  # 0: the puzzles belong to no tasks
 
@@ -59,7 +60,7 @@ class Puzzles:
 
 
 def write_puzzles(folder, kind, shape, splits, tasks=0):
-    """Writes {"train": [(puzzle, solution), …], "val": …} to a folder. tasks: their number, if any."""
+    """Writes {"train": [(puzzle, solution, guesses), …], "val": …} to a folder. tasks: their number, if any."""
     folder = Path(folder)
     # Each file is whole before it gets its name, and the description comes last: a folder without it has no puzzles. So
     # a kill never leaves new puzzles under the old description.

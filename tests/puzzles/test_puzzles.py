@@ -36,13 +36,13 @@ def data_dir(tmp_path_factory):
 
 def test_a_sudoku_is_minimal_and_has_one_solution_which_the_rules_allow():
     for seed in range(3):
-        puzzle, solution = sudoku.generate(2, 3, seed)
-        assert sudoku.solve(puzzle, 2, 3) == [solution]
+        puzzle, solution, _ = sudoku.generate(2, 3, seed)
+        assert sudoku.solve(puzzle, 2, 3)[0] == [solution]
         for units in np.array(sudoku.units_of_cells(2, 3)).T:
             assert len(set(zip(units, solution, strict=True))) == 36  # no unit has a digit twice
         for cell in np.flatnonzero(puzzle):
             fewer = [0 if at == cell else digit for at, digit in enumerate(puzzle)]
-            assert len(sudoku.solve(fewer, 2, 3)) == 2
+            assert len(sudoku.solve(fewer, 2, 3)[0]) == 2
 
 
 @pytest.mark.parametrize("box", [(2, 2), (2, 3), (3, 2)])
@@ -55,7 +55,7 @@ def test_other_forms_of_a_sudoku_have_its_fingerprint_and_its_one_solution(box):
         other, other_solutions = sudoku.draw_symmetries([puzzles, solutions], *box, np.random.default_rng(seed))
         assert (sudoku.fingerprints(other, *box) == own).all() and (other != puzzles).any()
         for puzzle, solution in zip(other.tolist(), other_solutions.tolist(), strict=True):
-            assert sudoku.solve(puzzle, *box) == [solution]
+            assert sudoku.solve(puzzle, *box)[0] == [solution]
 
 
 def test_a_mazes_solution_is_a_shortest_path_in_all_its_forms():
@@ -84,7 +84,7 @@ def test_arc_holds_out_the_questions_of_the_evaluation_tasks_with_all_their_form
     splits, tasks = arc.make_splits(training, evaluation, num_forms=3, seed=0)
     assert tasks == 36
     pairs = [(int(puzzle[0]), arc.identity((grid_of(puzzle[1:]), grid_of(solution))))
-             for puzzle, solution in splits["train"]]
+             for puzzle, solution, _ in splits["train"]]
     held_out = {arc.identity(pair) for task in evaluation for pair in task.test}
     assert len(held_out) >= 6 and not held_out & {identity for _, identity in pairs}
     assert {number for number, _ in pairs} == set(range(36))
@@ -92,7 +92,7 @@ def test_arc_holds_out_the_questions_of_the_evaluation_tasks_with_all_their_form
         | {arc.identity(pair) for task in evaluation for pair in task.train}
     assert {identity for _, identity in pairs} == expected - held_out
     assert (grid_of(splits["train"][0][0][1:]) == training[0].train[0][0]).all()  # the first form changes nothing
-    for puzzle, solution in splits["val"]:
+    for puzzle, solution, _ in splits["val"]:
         task = evaluation[puzzle[0] // 3 - 6]
         assert any((grid_of(puzzle[1:]).tolist(), grid_of(solution).tolist()) == (question.tolist(), answer.tolist())
                    for question, answer in task.test)
@@ -129,7 +129,7 @@ def test_a_folder_that_another_process_writes_to_is_refused(tmp_path):
 
 
 def test_after_a_kill_new_puzzles_are_not_taken_for_the_old_ones(tmp_path):
-    row = ([1] * 16, [1] * 16)
+    row = ([1] * 16, [1] * 16, 0)
     write_puzzles(tmp_path, "sudoku", (2, 2), {"train": [row], "val": [row]})
     with pytest.raises(TypeError):
         write_puzzles(tmp_path, "sudoku", (2, 2), {"train": [row], "val": None})
