@@ -165,14 +165,6 @@ def evaluations(metrics):
     return found
 
 
-def read_unfinished(path):
-    """Returns the contents of UNFINISHED_FILE, None and None if there is none."""
-    try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError):
-        return None, None
-
-
 def prepare(flags, path, meta, old, folder):
     """Prepares the project in `folder`, and returns the flags of its training."""
     run_module("scripts.prepare_data", f"--source={flags.source}", f"--out_dir={folder / 'project'}", "--eval_only")
@@ -215,7 +207,10 @@ def main(argv=None):
     metrics = run_directory(TrainFlags(RunFlags(flags.run))) / METRICS_FILE
     folder = get_base_dir() / "adapt" / flags.run
     unfinished = folder / UNFINISHED_FILE
-    given, training = read_unfinished(unfinished)
+    try:
+        given, training = json.loads(unfinished.read_text())
+    except (OSError, ValueError):
+        given = None
     is_training = metrics.exists()
     if is_training and given != asdict(flags):
         raise BadInput(f"--run={flags.run} is there already ({metrics.parent}): choose another name, delete it, or, if "

@@ -97,12 +97,9 @@ def require_same(path, values):
     """Raises BadInput if the checkpoint at `path` and the run differ in one of `values`, {what: (saved, now)}."""
     for what, (saved, now) in values.items():
         if saved != now:
-            raise BadInput(f"{path} does not fit this run: {what} is {_shown(saved)} there and {_shown(now)} here: "
-                           "resume with the flags it was trained with, or choose another --run")
-
-
-def _shown(value):
-    return quote(str(value)[:40])
+            raise BadInput(f"{path} does not fit this run: {what} is {quote(str(saved)[:40])} there and "
+                           f"{quote(str(now)[:40])} here: resume with the flags it was trained with, or choose another "
+                           "--run")
 
 
 def rng_state():

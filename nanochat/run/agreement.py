@@ -41,7 +41,6 @@ class Requests:
         """create: whether to replace the file; one process does so before the others open it."""
         if create:
             np.zeros(_END, np.int64).tofile(path)
-        self.path = path
         self.shared = np.memmap(path, np.int64, "r+")
 
     def ask_to_stop(self, is_preempted=False):

@@ -134,7 +134,10 @@ def describe(flags, device_type):
     about = {"device type": device_type, "code": code_version(Path(__file__).resolve().parents[2]),
              "Python": platform.python_version()}
     for package in PACKAGES:
-        about[package] = _version(package)
+        try:
+            about[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            about[package] = "missing"
     for name in VARIABLES:
         about[f"${name}"] = os.environ.get(name, "")
     for name, value in flags.as_dict().items():
@@ -148,13 +151,6 @@ def code_version(root):
     for path in sorted([*root.glob("nanochat/**/*.py"), *root.glob("scripts/**/*.py")]):
         digest.update(f"{path.relative_to(root)} {path.stat().st_size}\n".encode() + path.read_bytes())
     return digest.hexdigest()[:12]
-
-
-def _version(package):
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "missing"
 
 
 def require_alike(names, found, advice):

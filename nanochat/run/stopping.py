@@ -39,11 +39,9 @@ def stop_on_signals(requests):
 
 
 def _not_ignored(numbers):
-    found = []
-    for number in numbers:
-        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-            found.append(number)
-    return found
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+        return set(numbers) - {signal.SIGHUP}
+    return numbers
 
 
 # The signals are blocked in the main thread, and so in every thread and process that it starts later: they interrupt
