@@ -189,7 +189,6 @@ class MixtureLoader(DataLoader):
         read_bytes = READ_AHEAD_BYTES // max(16, rows.num_lanes // rows.world_size) // len(mixture.sources)
         self._of_sources = [SharedByLanes(Units(source.shards, rows.num_lanes, rows.seed), tokenizer, read_bytes,
                                           infilling) for source in mixture.sources]
-        self._lanes = []
         run = settings_of(mixture.shards, tokenizer, infilling) | {"data": mixture.fingerprint}
         self._begin(run, rows, state, None, threads)
 
@@ -201,12 +200,7 @@ class MixtureLoader(DataLoader):
             if source.epochs < math.inf:
                 num_units = shared.units.number_in_epochs(number, source.epochs)
             lanes.append(Lane(number, LaneState(*own), shared, row_tokens, num_units))
-        self._lanes.append(MixedLane(number, state, lanes, self._source_of))
-        return self._lanes[-1]
-
-    def _start(self, run, batch_size):
-        self._lanes = []
-        super()._start(run, batch_size)
+        return MixedLane(number, state, lanes, self._source_of)
 
     def _source_of(self, number, row, ended):
         """Returns the number of the source of row `row` of the lane `number`, none of those that have ended."""
@@ -239,8 +233,9 @@ class MixtureLoader(DataLoader):
     def ended(self):
         """The names of the sources whose last rows of this rank have been served."""
         ended = set(range(len(self._mixture.sources)))
-        for lane in self._lanes:  # which have made more rows than were served
-            served = LaneState(*self._states[lane.number]).sources
+        for number, rows in self._rows.items():
+            lane = rows.lane  # which has made more rows than were served
+            served = LaneState(*self._states[number]).sources
             ended &= {source for source in lane.ended.copy() if served and served[source] == lane.states[source]}
         return {self._mixture.sources[source].name for source in ended}
 

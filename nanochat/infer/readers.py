@@ -1,4 +1,6 @@
 """Reads tokens with a model and caches their keys and values: in place on a CPU or GPU, in static shapes on XLA."""
+from os.path import commonprefix  # of any two lists
+
 import torch
 import torch.nn.functional as F
 
@@ -93,7 +95,7 @@ class Reader:
         """Returns the logits (num_last, V), on the CPU, of the tokens that follow each of the last `num_last` of `ids`.
         Returns None once keep_going(), which is called before each block, returns False."""
         # The last tokens are read even if they are in the cache, which holds no logits.
-        position = min(_count_common(self.ids, ids), len(ids) - num_last)
+        position = min(len(commonprefix([self.ids, ids])), len(ids) - num_last)
         del self.ids[position:]
         hidden = []  # of each block, (T, C)
         while position < len(ids):
@@ -131,14 +133,6 @@ class Reader:
     @torch.inference_mode()
     def _logits(self, hidden):
         return self.model.logits(hidden).cpu()
-
-
-def _count_common(first, second):
-    """Returns the length of the common beginning of two lists."""
-    for i, (a, b) in enumerate(zip(first, second, strict=False)):
-        if a != b:
-            return i
-    return min(len(first), len(second))
 
 
 # XLA compiles three programs for all texts: one makes the cache; one reads a prompt, padded to a power of two; one

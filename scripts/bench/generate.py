@@ -45,11 +45,6 @@ def make_model(flags, vocab_size):
     return model.eval().requires_grad_(False)
 
 
-def read_texts(flags, least_characters):
-    """Returns the texts of read_pieces."""
-    return [piece.text for piece in read_pieces(flags, least_characters)]
-
-
 def read_pieces(flags, least_characters):
     """Returns the TextPieces in the first shards of TextFlags that have so many characters. Raises BadInput if none
     has."""
@@ -115,18 +110,18 @@ class Prompter(Int8GPT):
 
 
 class Filling:
-    """Fills in lines of one text after the other, with drafts or without."""
+    """Fills in lines of one TextPiece after the other, with drafts or without."""
 
-    def __init__(self, model, tokenizer, texts, drafts):
+    def __init__(self, model, tokenizer, pieces, drafts):
         self.engine = Engine(model, tokenizer, CPU)
         self.tokenizer = tokenizer
-        self.texts = iter(texts)
+        self.pieces = iter(pieces)
         self.drafts = drafts
         self.drafted = 0
         self.accepted = 0
 
     def token(self):
-        lines = next(self.texts).splitlines(keepends=True)
+        lines = next(self.pieces).text.splitlines(keepends=True)
         begin = (len(lines) - LINES) // 2
         middle = "".join(lines[begin:begin + LINES])[:1000]
         of_middle = [*self.tokenizer.encode(middle), self.tokenizer.special("<|file_sep|>")]
@@ -147,11 +142,11 @@ class Filling:
         return clock.spent(len(of_middle))
 
 
-def compare_drafts(model, tokenizer, texts, rounds):
+def compare_drafts(model, tokenizer, pieces, rounds):
     # Both contenders fill in the same texts, one in each round; the first round warms up.
-    texts = random.Random(0).choices(texts, k=rounds + 1)
-    drafting = Filling(model, tokenizer, texts, drafts=True)
-    contenders = {"without drafts": Filling(model, tokenizer, texts, drafts=False).token, "drafts": drafting.token}
+    pieces = random.Random(0).choices(pieces, k=rounds + 1)
+    drafting = Filling(model, tokenizer, pieces, drafts=True)
+    contenders = {"without drafts": Filling(model, tokenizer, pieces, drafts=False).token, "drafts": drafting.token}
     compare("a token, int8", contenders, rounds, reference="without drafts")
     print(f"{drafting.accepted:,} of {drafting.drafted:,} guesses were right; the text is the same")
 
@@ -162,7 +157,7 @@ def main(argv=None):
         raise BadInput(f"--prompt_tokens={flags.prompt_tokens} and --tokens={flags.tokens} exceed "
                        f"--max_seq_len={flags.max_seq_len}: lower one of them")
     tokenizer = load_tokenizer()
-    texts = read_texts(flags, least_characters=3000) if flags.data_dir else []
+    pieces = read_pieces(flags, least_characters=3000) if flags.data_dir else []
     model = make_model(flags, tokenizer.n_vocab)
     quantized = Prompter(model)
     ids = torch.randint(0, 60_000, (flags.prompt_tokens + flags.tokens,)).tolist()
@@ -171,5 +166,5 @@ def main(argv=None):
     print(f"depth {flags.depth}, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}")
     compare(f"a prompt of {flags.prompt_tokens}", {"fp32": fp32.prompt, "int8": int8.prompt}, flags.rounds, "fp32")
     compare("a token", {"fp32": fp32.token, "int8": int8.token}, flags.rounds, "fp32")
-    if texts:
-        compare_drafts(quantized, tokenizer, texts, flags.rounds)
+    if pieces:
+        compare_drafts(quantized, tokenizer, pieces, flags.rounds)

@@ -20,7 +20,7 @@ from nanochat.data.tokenizer import load_tokenizer
 from nanochat.infer.engine import Engine
 from nanochat.infer.quantize import Int8GPT
 from nanochat.serve.completer import Completer
-from scripts.bench.generate import CPU, make_model, read_texts
+from scripts.bench.generate import CPU, make_model, read_pieces
 
 START_TIMEOUT_S = 600
 REQUEST_TIMEOUT_S = 60
@@ -65,8 +65,8 @@ def ask(connection, body):
     return seconds, json.loads(answer)
 
 
-def type_texts(port, texts, flags):
-    """Types at random places of the texts, and prints how long the answers took."""
+def type_texts(port, pieces, flags):
+    """Types at random places of TextPieces, and prints how long the answers took."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=REQUEST_TIMEOUT_S)
     generator = random.Random(0)
     # At a new place the engine reads the whole prompt. The further characters change only its last line.
@@ -74,7 +74,7 @@ def type_texts(port, texts, flags):
     further = []
     read = []  # tokens that the model read anew
     for _ in range(flags.places):
-        text = generator.choice(texts)
+        text = generator.choice(pieces).text
         begin = generator.randrange(2000, len(text) - 1000 - flags.characters)
         for cursor in range(begin, begin + flags.characters):
             before, _, line = text[:cursor].rpartition("\n")
@@ -96,7 +96,7 @@ def type_texts(port, texts, flags):
 
 def main(argv=None):
     (flags,) = read_flags(argv, __doc__, {Flags: "flags"})
-    texts = read_texts(flags, least_characters=4000 + flags.characters)
+    pieces = read_pieces(flags, least_characters=4000 + flags.characters)
     # The server has a process of its own, so that it does not share Python's lock with the client.
     context = get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
@@ -111,7 +111,7 @@ def main(argv=None):
             port = receiver.recv()
         except EOFError:
             raise BadInput("the server has ended: see above") from None
-        type_texts(port, texts, flags)
+        type_texts(port, pieces, flags)
     finally:
         server.terminate()
         server.join(10)
