@@ -85,8 +85,7 @@ def bits_per_byte(model, loader, token_bytes, dist, is_cut_short=None, view=None
     model: called as model(ids, targets) -> losses, in nats
     loader: a new DataLoader of this rank, with `num_rows`, or HeldOutRows
     token_bytes: int32 (vocabulary,), on the CPU, the bytes of each token
-    is_cut_short(), if given: called for each batch; once it returns True, on all ranks before the same batch, the
-        result is None
+    is_cut_short(), if given: once it returns True, on all ranks before the same batch, the result is None
     view(rows), if given: returns the rows that the model sees, and which of their tokens count, bool; all (B, T + 1)
     copies: how many ranks read each row
 
