@@ -7,6 +7,8 @@ import sys
 from graphlib import TopologicalSorter
 from pathlib import Path
 
+import pytest
+
 from nanochat.data.tokenizer import SHIPPED_DIR, load_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -48,26 +50,29 @@ def imports_of(path):
     return found
 
 
-IMPORTS = {module: imports_of(path) for module, path in MODULES.items()}
+@pytest.fixture(scope="module")
+def imports():
+    """{module: names of the modules that it imports}. Not at the top: every process of the tests imports this file."""
+    return {module: imports_of(path) for module, path in MODULES.items()}
 
 
-def test_imports_go_down_the_list_of_folders_and_never_up():
-    assert not IMPORTS["nanochat"]
+def test_imports_go_down_the_list_of_folders_and_never_up(imports):
+    assert not imports["nanochat"]
     order = {module: CORE.index(folder_of(module)) for module in MODULES if folder_of(module) in CORE}
-    upward = [f"{module} imports {name}" for module in order for name in IMPORTS[module] & order.keys()
+    upward = [f"{module} imports {name}" for module in order for name in imports[module] & order.keys()
               if order[name] < order[module]]
     assert not upward
 
 
-def test_the_core_imports_no_room_and_rooms_do_not_import_each_other():
-    found = [f"{module} imports {name}" for module in MODULES for name in IMPORTS[module] & MODULES.keys()
+def test_the_core_imports_no_room_and_rooms_do_not_import_each_other(imports):
+    found = [f"{module} imports {name}" for module in MODULES for name in imports[module] & MODULES.keys()
              if folder_of(name) in ROOMS and folder_of(module) not in (folder_of(name), "scripts")]
     assert not found
 
 
-def test_nothing_imports_a_script_but_scripts():
+def test_nothing_imports_a_script_but_scripts(imports):
     assert not [module for module in MODULES if folder_of(module) != "scripts"
-                and any(folder_of(name) == "scripts" for name in IMPORTS[module] & MODULES.keys())]
+                and any(folder_of(name) == "scripts" for name in imports[module] & MODULES.keys())]
 
 
 def starts_of_python(path):
@@ -86,8 +91,8 @@ def test_a_process_of_the_project_ends_with_its_parent_or_has_a_time_limit():
                 and path.name != "sandbox.py"]  # which asks bubblewrap and setpriv
 
 
-def test_no_modules_import_each_other_in_a_circle():
-    graph = {module: names & MODULES.keys() for module, names in IMPORTS.items()}
+def test_no_modules_import_each_other_in_a_circle(imports):
+    graph = {module: names & MODULES.keys() for module, names in imports.items()}
     list(TopologicalSorter(graph).static_order())  # raises CycleError
 
 
@@ -95,9 +100,9 @@ def test_every_folder_is_in_the_list():
     assert {folder_of(module) for module in MODULES if module != "nanochat"} == {"scripts", *CORE, *ROOMS}
 
 
-def test_only_a_few_folders_know_torch_xla():
+def test_only_a_few_folders_know_torch_xla(imports):
     """The others are ordinary PyTorch. Of the scripts, one traces the programs of ranks."""
-    users = {module for module, names in IMPORTS.items() if any(name.split(".")[0] == "torch_xla" for name in names)}
+    users = {module for module, names in imports.items() if any(name.split(".")[0] == "torch_xla" for name in names)}
     strangers = {module for module in users if folder_of(module) not in ("device", "kernels", "preflight")}
     assert strangers <= {"scripts.puzzle_preflight"}
 

@@ -1,5 +1,6 @@
 """The record of the training steps: results are collected on the device, fetched together, and logged on rank 0."""
 import math
+import os
 import secrets
 import time
 from pathlib import Path
@@ -64,7 +65,7 @@ class StepLog:
 
     def _open_wandb(self, run):
         flags = run.flags.run
-        if flags.run == "dummy":
+        if flags.run == "dummy" or os.environ.get("WANDB_MODE") == "disabled":
             return None
         mesh = self._training.optimizer.mesh.as_dict()  # the flags lack it if the environment or "auto" chose it
         return WandbLog(project=flags.wandb_project, name=flags.run, id=self.wandb_id, dir=str(run.directory),

@@ -298,10 +298,11 @@ def losses_of(base_dir, name):
 def test_a_run_that_is_told_to_stop_saves_and_resumes_bit_for_bit(start, base_dir):
     """Each time it resumes from the mirror, as on a new VM, whose disk has the data and nothing else. The evaluation
     that is interrupted would last for hours."""
+    steps = "--num_iterations=60"
     long_evaluation = "--eval_every=50", "--eval_tokens=268435456"
     for number, after, flags in ((signal.SIGTERM, "step 00010", ()), (signal.SIGTERM, "step 00030", ()),
                                  (signal.SIGINT, "evaluating ", long_evaluation)):
-        run = start("test", *flags)
+        run = start("test", steps, *flags)
         read_until(run, after)
         run.send_signal(number)
         output = run.communicate(timeout=TIMEOUT_S)[0]
@@ -312,7 +313,7 @@ def test_a_run_that_is_told_to_stop_saves_and_resumes_bit_for_bit(start, base_di
         shutil.rmtree(base_dir / "checkpoints" / "test")
     assert done == 50
     for name in ("test", "whole"):
-        process = start(name)
+        process = start(name, steps)
         output = process.communicate(timeout=TIMEOUT_S)[0]
         assert process.returncode == 0, output
     assert losses_of(base_dir, "test") == losses_of(base_dir, "whole")

@@ -22,6 +22,7 @@ from nanochat.train.language import LanguageTask, make_optimizer
 from nanochat.train.plan import make_plan
 from scripts import tpu_preflight
 from tests.conftest import last_of_each
+from tests.warm import CHEAP_COMPILATION
 
 pytestmark = pytest.mark.skipif(not (importlib.util.find_spec("libtpu") and importlib.util.find_spec("jax")),
                                 reason="needs libtpu and jax: pip install '.[tpu]'")
@@ -221,9 +222,8 @@ def test_the_compiled_programs_are_those_that_base_train_runs(train, traced, tin
         train("--synthetic_data", "--num_iterations=1", "--eval_every=-1", "--sample_every=-1", run="teacher")
     flags = last_of_each(*tiny, *kernel, "--compute_dtype=bfloat16", "--synthetic_data", "--num_iterations=2",
                          "--eval_tokens=2048", "--eval_every=2", "--sample_every=-1", "--save_every=-1")
-    environment = os.environ | {
-        "CPU_NUM_DEVICES": "4", "XLA_FLAGS": f"--xla_dump_to={tmp_path} --xla_dump_hlo_as_text "
-        "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"}
+    environment = os.environ | {"CPU_NUM_DEVICES": "4", "XLA_FLAGS":
+                                f"--xla_dump_to={tmp_path} --xla_dump_hlo_as_text {CHEAP_COMPILATION}"}
     del environment["PJRT_DEVICE"]
     with subprocess.Popen([sys.executable, "-m", "scripts.base_train", "--device_type=xla", *flags],
                           env=environment) as training:

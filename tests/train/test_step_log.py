@@ -32,9 +32,10 @@ def plan():
                            batch_growth=lambda step: 1.0)
 
 
-def make_log(directory, rank=0):
+def make_log(directory, rank=0, run="dummy"):
     dist = Dist("cpu", torch.device("cpu"), rank=rank)
-    run = SimpleNamespace(plan=plan(), directory=directory, flags=Flags(), task=SimpleNamespace(console={}))
+    run = SimpleNamespace(plan=plan(), directory=directory, flags=Flags(RunFlags(run=run)),
+                          task=SimpleNamespace(console={}))
     optimizer = SimpleNamespace(mesh=SimpleNamespace(as_dict=dict),
                                 rules=Rules({}, 0.0, 0.0, OptimConfig(warmup_steps=0), 10))
     training = SimpleNamespace(optimizer=optimizer, observer=Observer(dist), sums={"loss": None, "exact": None})
@@ -74,8 +75,11 @@ def test_every_result_is_in_the_file_by_its_name_and_the_console_shows_only_what
     assert "loss 3.0000" in line and "8.0" not in line and "head" not in line
 
 
-def test_a_run_called_dummy_has_no_wandb_and_keeps_its_id(tmp_path):
-    log = make_log(tmp_path)
+@pytest.mark.parametrize("run, mode", [("dummy", "offline"), ("mine", "disabled")])
+def test_a_run_called_dummy_or_with_a_wandb_that_is_turned_off_has_none_and_keeps_its_id(
+        tmp_path, monkeypatch, run, mode):
+    monkeypatch.setenv("WANDB_MODE", mode)
+    log = make_log(tmp_path, run=run)
     assert log._logger._wandb is None and re.fullmatch("[0-9a-f]{8}", log.wandb_id)
 
 
