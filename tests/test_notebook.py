@@ -123,8 +123,7 @@ def test_the_notebook_runs_and_a_new_session_goes_on_from_the_newest_checkpoint(
 def with_settings(source, num_iterations):
     """Returns the cell of settings with lines at its end for a small model on this machine."""
     lines = f"""ACCELERATOR=v5e-1 CORPUS="--installed_headers --val_projects=torch/c10"
-MODEL="--depth=1 --model_dim=32 --num_heads=1 --max_seq_len=128 --device_batch_size=1 --total_batch_size=256"
-MODEL="$MODEL --device_type=xla --log_every=1"
+MODEL="--depth=1 --max_seq_len=128 --device_batch_size=1 --total_batch_size=256 --device_type=xla --log_every=1"
 HORIZON="--num_iterations={num_iterations} --eval_tokens=2048"
 export CPU_NUM_DEVICES=2 PYTHONPATH={ROOT}:{QUICK_START} PATH={Path(sys.executable).parent}:$PATH
 unset PJRT_DEVICE

@@ -1,4 +1,5 @@
 """From nothing to a finished run, with every script and the real gcloud, ssh and base_train; one VM is preempted."""
+import json
 import os
 import signal
 import sys
@@ -28,7 +29,7 @@ def world(laptop, installed_gcloud):
 @pytest.mark.slow
 def test_from_nothing_to_a_finished_run_over_a_preemption_and_a_stockout(world, tmp_path):
     (world.laptop.home / "config.env").write_text(
-        "POLL_S=2 MIN_FREE_GB=0 ZONES=us-a,us-b TYPE=v5litepod-4 BUCKET=gs://b/nanochat\n")
+        "POLL_S=5 MIN_FREE_GB=0 ZONES=us-a,us-b TYPE=v5litepod-4 BUCKET=gs://b/nanochat\n")
     for index in range(2):
         texts = [f"int f{n}(int a) {{ return a + {n * index}; }}\n" * 20 for n in range(200)]
         pq.write_table(pa.table({"text": texts}), tmp_path / "shard.parquet", row_group_size=50)
@@ -44,7 +45,8 @@ def test_from_nothing_to_a_finished_run_over_a_preemption_and_a_stockout(world, 
     assert "~/nanochat is now" in world.laptop.run("push.sh", "nano")
     assert "complete" in world.laptop.run("data.sh", "nano", timeout_s=180)
     assert "step 00001/00024" in world.laptop.run("train.sh", "nano", "--", *flags, timeout_s=300)
-    eventually(lambda: list(world.mirror.rglob("step_000004")), 300)
+    copies = world.vm.run_dir("d1") / "mirror.json"
+    eventually(lambda: copies.exists() and json.loads(copies.read_text())["newest_copied"], 300)
     [ranks] = [pid for pid, line in world.vm.processes().items() if "spawn_main" in line]
     os.kill(ranks, signal.SIGSTOP)  # so that the run is not finished before it is preempted
     results = world.laptop.root / "results"
