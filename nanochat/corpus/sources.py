@@ -123,7 +123,7 @@ def open_source(path):
             found = None
             if (path / ".git").exists():
                 found = _git_files(path)
-            files, version = found or (walk(path), "")
+            files, version = found or (list(walk(path)), "")
             return directory_source(path.name or "root", path, files, version=version)
         if path.is_file() and TARBALL.search(path.name):
             return archive_source(TARBALL.sub("", path.name), [path.parent.resolve() / path.name])
@@ -195,14 +195,13 @@ def installed_headers():
 
 
 def walk(directory, with_links=False):
-    """Returns the relative paths of all regular files below `directory`, in a fixed order, except those in hidden
+    """Yields the relative paths of all regular files below `directory`, in a fixed order, except those in hidden
     directories. with_links: also of links and of special files. Raises OSError for a directory that cannot be read."""
-    files = []
     for parent, directories, names in os.walk(directory, onerror=_fail):
         directories[:] = sorted(name for name in directories if not name.startswith("."))
-        paths = [os.path.join(parent, name) for name in sorted(names)]
-        files += [os.path.relpath(path, directory) for path in paths if with_links or _is_regular(path)]
-    return files
+        for path in (os.path.join(parent, name) for name in sorted(names)):
+            if with_links or _is_regular(path):
+                yield os.path.relpath(path, directory)
 
 
 def _fail(error):

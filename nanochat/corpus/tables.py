@@ -98,11 +98,11 @@ def open_table(path, text_column=None, where=""):
 
 def _data_files(directory):
     """Returns the relative paths of the data in a folder, or None if it has C or C++ files."""
-    files = walk(directory, with_links=True)
-    if any(file.lower().endswith(SUFFIXES) for file in files):
-        return None
     found = []
-    for path in map(Path, files):
+    for file in walk(directory, with_links=True):
+        if file.lower().endswith(SUFFIXES):
+            return None
+        path = Path(file)
         is_note = any(part.startswith("_") for part in path.parts)  # what Spark writes about its data
         if not is_note and KIND.search(path.name) and not path.name.startswith(".") and not _ABOUT.fullmatch(path.name):
             found.append(str(path))

@@ -108,9 +108,9 @@ def expected_world_size(device_type, hosts=1):
     return 1
 
 
-def run_as_ranks(function, *args, begin):
+def run_as_ranks(function, *args, begin, has_reported=None):
     """Calls function(*args), which returns an exit status, as every rank. Returns the status of a rank that failed, or
-    0; None if a rank was killed. begin: see spawn_ranks."""
+    0; None if a rank was killed. begin: see spawn_ranks. has_reported: the Event of a Watchdog that looks at them."""
     with tempfile.TemporaryDirectory() as scratch:
         # By a file, because the executor does not tell the status of a process that has ended.
         status_path = Path(scratch) / "status"
@@ -118,6 +118,10 @@ def run_as_ranks(function, *args, begin):
         try:
             spawn_ranks(_run_as_rank, partial(function, *args), str(status_path), begin=begin)
         except BrokenProcessPool:
+            if has_reported:
+                # The executor may notice a process's end before the watchdog, which looks four times a second, says
+                # why. The status may be that of a rank which failed because another was killed.
+                has_reported.wait(timeout=10)
             return int(status_path.read_text()) or None
         return int(status_path.read_text())
 

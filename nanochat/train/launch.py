@@ -81,12 +81,9 @@ def train_on_pod(run, pod, requests):
 def spawn(run, watchdog):
     """Trains in a process for each chip, or in a thread for each XLA device of a CPU. Returns the exit status."""
     with watchdog:
-        status = run_as_ranks(_train_as_rank, run, begin=partial(begin_as_rank, run.directory))
-        if status is None:
-            # The executor may notice a process's end before the watchdog, which looks four times a second, says why.
-            watchdog.has_reported.wait(timeout=10)
-            return 1
-        return status
+        status = run_as_ranks(_train_as_rank, run, begin=partial(begin_as_rank, run.directory),
+                              has_reported=watchdog.has_reported)
+        return 1 if status is None else status
 
 
 def _train_as_rank(run):

@@ -10,6 +10,7 @@ import pytest
 from nanochat.common import BadInput
 from nanochat.corpus import sources
 from nanochat.corpus.scan import ScanOptions, licence_finder, scan
+from nanochat.corpus.tables import open_table
 from tests.corpus.projects import LICENCE_MIT, cpp, make_project, make_tar, prepare, read
 
 
@@ -162,6 +163,13 @@ def test_what_this_user_may_not_read_is_named(as_nobody, closed):
         assert str(folder / closed) in str(error.value) and "\n" not in str(error.value)
     finally:
         (folder / closed).chmod(0o700)
+
+
+def test_a_checkout_may_have_a_folder_that_nobody_may_read(as_nobody):
+    folder, run = as_nobody
+    (make_project(folder, "tool") / "a.cpp").touch()
+    (folder / "tool/untracked").mkdir(mode=0)
+    assert run(lambda: open_table(folder / "tool")) is None
 
 
 def test_a_source_file_that_may_not_be_read_is_counted(as_nobody, tmp_path):

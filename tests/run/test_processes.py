@@ -1,10 +1,13 @@
 """Scripts that start other scripts of this project."""
+import threading
 import time
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
 
 import pytest
 
 from nanochat.common import Failure
-from nanochat.run.processes import run_module, started_module
+from nanochat.run.processes import run_as_ranks, run_module, started_module
 
 ENDS_SLOWLY = """
 import pathlib, signal, time
@@ -41,3 +44,17 @@ def test_a_script_that_fails_ends_its_caller_which_has_nothing_to_add(tmp_path, 
     (tmp_path / "is_killed.py").write_text("import os; os.kill(os.getpid(), 9)")
     with pytest.raises(Failure, match="is_killed was ended by signal 9: start the same command again"):
         run_module("is_killed")
+
+
+@pytest.mark.parametrize("text, status", [("0", None), ("3", 3)])
+def test_a_process_that_ends_is_explained_before_the_run_ends(monkeypatch, text, status):
+    """Even if another rank has failed meanwhile, because of the one that was killed."""
+    reported = threading.Event()
+
+    def end(function, *args, begin):
+        Path(args[-1]).write_text(text)
+        threading.Timer(0.2, reported.set).start()
+        raise BrokenProcessPool
+
+    monkeypatch.setattr("nanochat.run.processes.spawn_ranks", end)
+    assert run_as_ranks(print, begin=None, has_reported=reported) == status and reported.is_set()
