@@ -100,15 +100,16 @@ def latest_good(run_dir):
     damaged = {}
     _insist(run_dir, os.listdir)  # because glob hides errors
     for path in reversed(list_checkpoints(run_dir)):
-        problem = _insist(path, _find_damage)
+        problem = _insist(path, _find_damage, ". Or move it away: the run then resumes from the checkpoint before it, "
+                                              "if there is one")
         if problem is None:
             return path, damaged
         damaged[path] = problem
     return None, damaged
 
 
-def _insist(path, read):
-    """Returns read(path). Tries it again after each of READ_AGAIN_S, and then raises Outage."""
+def _insist(path, read, or_else=""):
+    """Returns read(path). Tries it again after each of READ_AGAIN_S, and then raises Outage. or_else: more advice."""
     for pause_s in (*READ_AGAIN_S, None):
         try:
             return read(path)
@@ -118,7 +119,7 @@ def _insist(path, read):
             say(f"warning: {path} cannot be read ({problem}): tried again in {pause_s} s")
             time.sleep(pause_s)
     raise Outage(f"{path} cannot be read ({problem}), which does not mean that it is damaged: start the same command "
-                 "again once the disk answers")
+                 f"again once the disk answers{or_else}")
 
 
 # Whether the files are whole

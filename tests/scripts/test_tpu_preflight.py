@@ -132,7 +132,7 @@ def test_bad_flags_are_refused_in_one_line(preflight, tiny):
     (["--accelerator=v6e-4", "--json=/nowhere/report.json"], "--json=/nowhere/report.json cannot be written: name"),
     (["--accelerator=v5e-8", "--zone=us-wets4-a"], "--zone=us-wets4-a: .*v5litepod-8 .*us-west4"),
     (["--accelerator=v6e-4", "--json=/tmp"], "--json=/tmp cannot be written: name a file"),
-    (["--accelerator=v6e-4", f"--dump_dir={__file__}"], "cannot write to .* .*is not a folder"),
+    (["--accelerator=v6e-4", f"--dump_dir={__file__}"], "cannot write to .* .File exists.: choose"),
     (["--accelerator=v6e-4", "--dump_dir=/proc/x"], "cannot write to /proc/x")])
 def test_bad_flags_are_found_before_anything_is_traced(tiny, flags, message):
     with pytest.raises(BadInput, match=message):
