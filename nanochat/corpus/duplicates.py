@@ -14,6 +14,8 @@ from nanochat.corpus.runs import BANDS, NUM_PERMUTATIONS, VALUES_PER_BAND, parts
 # With 16 bands of 8 values, pairs of similarity 0.8 are found with probability 0.95.
 NEAR_DUPLICATE_SIMILARITY = 0.8  # estimated Jaccard similarity of the sets of 5-word sequences
 COMPARED_AT_ONCE = 65536  # pairs of signatures: 64 MB
+# The values of a band become one number by a random linear combination, modulo 2^64.
+_WEIGHTS = np.random.default_rng(0).integers(1, 2**63, VALUES_PER_BAND, dtype=np.uint64)
 
 
 def signature(data):
@@ -30,9 +32,7 @@ def signature(data):
 
 def bands(signature):
     """Returns {column: a number for each band of a signature}: equal numbers stand for equal values in the band."""
-    # The values of a band become one number by a random linear combination, modulo 2^64.
-    weights = np.random.default_rng(0).integers(1, 2**63, VALUES_PER_BAND, dtype=np.uint64)
-    numbers = np.frombuffer(signature, np.uint32).reshape(len(BANDS), VALUES_PER_BAND) @ weights
+    numbers = np.frombuffer(signature, np.uint32).reshape(len(BANDS), VALUES_PER_BAND) @ _WEIGHTS
     return dict(zip(BANDS, numbers.tolist(), strict=True))
 
 
