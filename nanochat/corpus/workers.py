@@ -28,10 +28,16 @@ def worker_pool(workers):
 
 
 def _run_in(pool, function, calls, done):
-    # The processes begin here. They inherit that they ignore Ctrl-C, which reaches all: their end is their parent's.
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # The processes begin here, and inherit the mask: Ctrl-C reaches all, and the parent's end is theirs. Here another
+    # thread may take the signal, and Python would raise it in this one while a process begins.
+    held = []
+    handler = signal.signal(signal.SIGINT, lambda *_: held.append(True))
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     futures = {pool.submit(function, *arguments): i for i, arguments in enumerate(calls)}
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     signal.signal(signal.SIGINT, handler)
+    if held and callable(handler):
+        handler(signal.SIGINT, None)
     for future in as_completed(futures):
         done(futures[future], future.result())
 
@@ -39,7 +45,7 @@ def _run_in(pool, function, calls, done):
 def _abandon(pool, interrupted):
     """Drops the calls that wait, because the pool's end would wait until all were done. After Ctrl-C it ends the
     workers, too, and frees the pool's semaphores: run_script then ends this process at once, and Python would complain
-    of leaked semaphores."""
+    of leaked semaphores, and a worker that has just begun of lost ones."""
     if not interrupted:
         pool.shutdown(wait=False, cancel_futures=True)
         return
@@ -48,8 +54,9 @@ def _abandon(pool, interrupted):
     pool.shutdown(wait=False, cancel_futures=True)
     for process in multiprocessing.active_children():
         process.kill()
+        process.join(1)
     if manager is not None:
-        manager.join(5)  # it frees semaphores, too; Python 3.10 may wait for ever for a killed worker to read a call
+        manager.join(5)  # it frees semaphores, too, in two steps that an end in between would part
     multiprocessing.util._run_finalizers(0)
     signal.signal(signal.SIGINT, handler)
 

@@ -93,13 +93,13 @@ def test_a_resumed_run_keeps_its_architecture(train, tiny):
     train(*short, "--short_window=5", "--num_iterations=3")
     without = ("depth", "model_dim", "num_heads", "max_seq_len")
     resumed = train("--save_every=3", "--num_iterations=4", "--device_type=cpu", without=without)
-    assert "step_000003" in resumed.stdout and "depth 2, width 64, 2 heads" in resumed.stdout
-    assert "windows SL (S: 5 positions)" in resumed.stdout
+    assert "step_000003" in resumed.stdout and "model_dim 64, num_heads 2" in resumed.stdout
+    assert "window_pattern SL, short_window 5" in resumed.stdout
     without_model = [flag for flag in tiny if flag.partition("=")[0].removeprefix("--") not in without]
     newest = get_base_dir() / "checkpoints" / "test" / "step_000004"
     (newest / "meta.json").write_text("{")  # damaged: the one before it is used
     resumed = train("--save_every=3", "--num_iterations=5", "--device_type=cpu", without=without)
-    assert "step_000003" in resumed.stdout and "depth 2, width 64, 2 heads" in resumed.stdout
+    assert "step_000003" in resumed.stdout and "model_dim 64, num_heads 2" in resumed.stdout
     newest = newest.with_name("step_000005")
     saved = json.loads((newest / "meta.json").read_text())
     for name, value, words in [("format", 2, "has format 2 and this program reads format 1"),
