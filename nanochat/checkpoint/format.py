@@ -298,7 +298,7 @@ def check_disk_space(run_dir, checkpoint_bytes, copies=2, starts_over=False):
     own = sum(map(bytes_in, found))
     free = shutil.disk_usage(run_dir).free
     if own + free < copies * checkpoint_bytes:
-        raise BadInput(f"too little disk in {run_dir}: checkpoints ({copies}) take "
+        raise BadInput(f"too little disk in {run_dir}: the run's checkpoints need "
                        f"{copies * checkpoint_bytes / 1e6:,.1f} MB and {(own + free) / 1e6:,.1f} MB are free: free "
                        "some, of old runs for example (step_….aside), or set NANOCHAT_BASE_DIR to a larger disk")
 

@@ -307,13 +307,16 @@ class Uploader:
         """Waits until the newest checkpoint is in the mirror, or the mirror refuses it for good, or is_told_to_end(),
         or END_TIMEOUT_S have passed. Returns whether it is there."""
         deadline = time.monotonic() + END_TIMEOUT_S
+        has_said = False
         with self._condition:
-            if self._state.behind_since and self._refused != self._waiting and not self._rounded:
-                say(f"waiting until {self._waiting.name} is in {self._mirror.url}, for up to {END_TIMEOUT_S / 60:.0f} "
-                    "minutes. It is on this machine's disk: Ctrl-C or SIGTERM ends the wait at once")
             while (self._rounded or self._waiting and self._refused != self._waiting) and time.monotonic() < deadline:
                 if is_told_to_end():
                     break
+                if not has_said and self._state.behind_since and not self._rounded:
+                    say(f"waiting until {self._waiting.name} is in {self._mirror.url}, for up to "
+                        f"{END_TIMEOUT_S / 60:.0f} minutes. It is on this machine's disk: Ctrl-C or SIGTERM ends the "
+                        "wait at once")
+                    has_said = True
                 self._condition.wait(POLL_S)
             self._is_over = True
             if not self._state.behind_since:

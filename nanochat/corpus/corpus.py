@@ -1,9 +1,9 @@
 """Makes shards of runs: holds out projects for validation, joins the files of projects, shuffles.
 
 The shuffle is an external merge sort. scan.py writes runs, sorted by a key. After that only the keys and the MinHash
-signatures are read, to find duplicates (duplicates.py) and to plan the shards. `write_shard`
-collects the documents of one range of keys from all runs. So the order is a uniform shuffle of the whole corpus, and
-depends only on the texts and the seed.
+signatures are read, to find duplicates (duplicates.py) and to plan the shards. `write_shard` collects the documents of
+one range of keys from all runs. So the order is a uniform shuffle of the whole corpus, and depends only on the texts
+and the seed.
 """
 import hashlib
 import os

@@ -229,5 +229,7 @@ def page(found, dropped, num_files):
             for one in found:
                 examples += map(tuple, one[name][side])
             sides.append((title, sorted(examples, reverse=True)[:EXAMPLES]))
-        filters.append((name, dropped.get(name, 0), limit, what, sides))
-    return fill(Path(__file__).with_name("filters.html"), filters=filters, num_files=num_files)
+        count = dropped.get(name, 0)
+        share = f"{count:,} of {num_files:,} documents dropped ({count / max(1, num_files):.3%})"
+        filters.append((name, share, limit, what, sides))
+    return fill(Path(__file__).with_name("filters.html"), filters=filters)

@@ -14,7 +14,6 @@ from nanochat.model.ngrams import BEFORE
 
 BLOCK = 64  # positions to read at a time
 ROWS = 4  # see BlockCache
-STACKS = ("keys", "values", "befores", "tokens")  # of a KVCache
 MIN_PREFILL_LEN = 64  # on XLA
 
 
@@ -40,11 +39,13 @@ class BlockCache(KVCache):
         tokens[:, positions.start + BEFORE:positions.stop + BEFORE] = ids
         return tokens[:, positions.start:positions.stop + BEFORE]
 
-    def copy_from(self, other):
-        """Copies another cache, with one row, to each row of this one."""
-        for name in STACKS:
-            for mine, theirs in zip(getattr(self, name), getattr(other, name), strict=True):
-                mine.copy_(theirs)
+    def copy_prompt(self, other, length):
+        """Copies the first `length` positions of another cache, with one row, to each row of this one. The rest gets
+        no memory until it is written."""
+        for mine, theirs in zip([*self.keys, *self.values], [*other.keys, *other.values], strict=True):
+            mine[:, :, :length] = theirs[:, :, :length]
+        for mine, theirs in zip([*self.befores, *self.tokens], [*other.befores, *other.tokens], strict=True):
+            mine[:, :length + BEFORE] = theirs[:, :length + BEFORE]
 
     def attend(self, layer, q, k, v, positions, window):
         """As KVCache.attend, computed in the dtype of the cache. All positions lie in one block."""
@@ -116,7 +117,7 @@ class Reader:
             return None
         self._samples = BlockCache(self.model.config, num_samples, self.dtype, self.device)
         self._position = len(ids)
-        self._samples.copy_from(self.cache)
+        self._samples.copy_prompt(self.cache, len(ids))
         return logits[0]
 
     def decode(self, tokens):
@@ -163,7 +164,7 @@ class StaticReader:
             # position looks at them.
             hidden = self.model.hidden(padded, prompt, torch.arange(length, device=device))  # (1, length, C)
             logits = self.model.logits(hidden.index_select(1, last))[0, 0]  # (V,)
-            for name in STACKS:
+            for name in ("keys", "values", "befores", "tokens"):
                 stacks = getattr(self.cache, name)
                 for layer, new in enumerate(getattr(prompt, name)):
                     stacks[layer] = stacks[layer].index_copy(0, rows, new.expand(len(rows), *new.shape[1:]))

@@ -111,8 +111,8 @@ def _run_compiler(program, tpu_slice, folder, timeout_s, processes, options):
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()  # it writes no more files
-        raise Failure(f"the TPU compiler took more than --timeout_s={timeout_s} for {program.name}: give it more "
-                            "time, or fewer --jobs") from None
+        raise Failure(f"the TPU compiler took more than --timeout_s={timeout_s} for {program.name}: give it more time, "
+                      "or fewer --jobs") from None
     if process.returncode:
         print(errors[-4000:], file=sys.stderr)
         raise Failure(f"the TPU compiler failed on {program.name}: see its message above")

@@ -35,9 +35,15 @@ def draw(puzzles, number, answers, step_s):
     if puzzles.tasks:
         puzzle = np.zeros_like(solution)  # the question is no part of a task's answer
     frames = []
-    for answer in answers:
+    num_steps = len(answers) + 2
+    for step, answer in enumerate(answers):
         is_right = answer == solution
-        frames.append(("".join(puzzles.text(answer)), is_right.tolist(), is_right.sum()))
+        shown = ["none"] * num_steps
+        shown[step] = "inline"
+        if step == len(answers) - 1:  # for two steps more
+            shown[step:] = ["inline"] * 3
+        frames.append(("".join(puzzles.text(answer)), is_right.tolist(), is_right.sum(), ";".join(shown)))
     rows, columns = puzzles.shape if puzzles.kind == "sudoku" else (1, 1)
     return fill(Path(__file__).with_name("solving.svg"), side=puzzles.side, rows=rows, columns=columns,
-                given="".join(puzzles.text(puzzle)), is_given=(puzzle > 0).tolist(), frames=frames, step_s=step_s)
+                given="".join(puzzles.text(puzzle)), is_given=(puzzle > 0).tolist(), frames=frames,
+                seconds=num_steps * step_s)

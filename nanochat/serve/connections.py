@@ -54,7 +54,8 @@ def make_runner(app, api_key=None, request_timeout_s=REQUEST_TIMEOUT_S, max_conn
 # connections would keep out everybody.
 class LimitedConnection(H11Protocol):
     """A connection that closes if the headers of a request are late, if a body continues after its answer, and after
-    the answer to a client without the key. If too many are open, it is refused; if too many of such clients, closed."""
+    the answer to a client without the key. If too many are open, it gets 503. If its address has too many without the
+    key, it is closed without an answer."""
 
     def __init__(self, api_key, request_timeout_s, max_connections, *arguments, **options):
         super().__init__(*arguments, **options)
