@@ -202,12 +202,7 @@ def _mlp_backward(how, x_mid, hidden, d_out, weights):
     dtype = d_out.dtype
     scale = _reciprocal_rms(x_mid)
     gate = layers.gate_of(how.options, weights, layers.MLP, x_mid, scale)
-    # In an order of the compiler's choice, v6e would copy this product and h into another order, and back.
-    of_input = products.of_input_by(how.attention.row_major_matmul)
-    d_act = of_input(products.gradient(d_out, weights.mlp_out), weights.mlp_out)
-    h = products.roots(hidden)
-    d_h = (2 * scale * h * layers.gated(gate, d_act)).to(dtype)  # includes the scale of norm(x_mid)
-    d = products.gradient(d_h, weights.mlp_in)
+    d = products.gradient_of_hidden(d_out, weights, hidden, scale, gate, how.attention.row_major_matmul)
     gradients = {"mlp_out": products.of_weight_with(products.squares(hidden), gate, d_out),
                  "mlp_in": products.of_weight(d, x_mid, weights.mlp_in)}
     d_scaled = how.sharding.sum(products.of_input(d, weights.mlp_in).to(dtype))

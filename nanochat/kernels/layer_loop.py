@@ -98,8 +98,8 @@ class _AllLayers(torch.autograd.Function):
     def forward(ctx, x, values, per_layer, tables, loops, is_training, *stacks):
         layer = loops.layer
         num_layers = stacks[0].size(0)
-        weights = loops.weights_type(*(stack.detach() for stack in stacks))
-        read = layer.products.stacks_to_read(weights) + per_layer
+        read = layer.products.stacks_to_read(loops.weights_type(*stacks))
+        read = [tensor.detach() for tensor in read] + per_layer
         constants = [x, *tables]
         if values is not None:
             constants.append(values.detach())

@@ -29,6 +29,8 @@ class Plain:
 
     # Weights: a loop over the layers reads a slice of each stack.
 
+    round_weights = None  # see layers.Kernels
+
     def stacks_to_read(self, stacks):
         """Returns the tensors to read of a named tuple of stacks of weights, a list."""
         return list(stacks)
@@ -43,23 +45,15 @@ class Plain:
     linear = staticmethod(F.linear)  # linear(x, weight): x · weightᵀ (…, out) of operands
     of_input = staticmethod(torch.matmul)  # of_input(d, weight): the gradient of x; see `gradient`
 
-    def of_input_by(self, matmul):
-        """Returns of_input, computed by matmul(d, weight) if operands are tensors."""
-        return matmul
-
     # The hidden units h of the MLP are multiplied as their squares.
 
     def hidden(self, h):
-        """Returns what the layer keeps of h; the next two functions read it."""
+        """Returns what the layer keeps of h; `squares` and `gradient_of_hidden` read it."""
         return h
 
     def squares(self, hidden):
         """Returns the operand h²."""
         return hidden.square()
-
-    def roots(self, hidden):
-        """Returns h."""
-        return hidden
 
     # The gradients of linear(x, weight). d is that of its result, (…, out).
 
@@ -76,6 +70,13 @@ class Plain:
         gradients: {name of the weight: d}; weights: a named tuple."""
         products = [d @ getattr(weights, name) for name, d in gradients.items()]
         return reduce(torch.add, products), {name: of_weight(d, x) for name, d in gradients.items()}
+
+    def gradient_of_hidden(self, d, weights, hidden, scale, gate, matmul):
+        """Returns the operand, for products with mlp_in, of the gradient of h times `scale`, from d, the gradient of
+        the MLP's output. gate: of this output; matmul(d, weight): of_input, if operands are tensors."""
+        # In an order of the compiler's choice, v6e would copy this product and h into another order, and back.
+        of_squares = matmul(d, weights.mlp_out)
+        return (2 * scale * hidden * gated(gate, of_squares)).to(d.dtype)
 
     def of_weight_with(self, x, gate, d):
         """Returns the gradient of the weight in gate × linear(x, weight), for an operand x and a tensor d."""
@@ -108,11 +109,15 @@ class Int8:
     def value(self, operand):
         return operand.value()
 
+    def round_weights(self, model):
+        for name in MATRICES:
+            int8.keep_rounded(getattr(model, name))
+
     def stacks_to_read(self, stacks):
         found = []
         for name, stack in stacks._asdict().items():
             if name in MATRICES:
-                found += int8.rounded_weight(stack)
+                found += stack.rounded
             else:
                 found.append(stack)
         return found
@@ -122,19 +127,11 @@ class Int8:
             return gather(next(tensors).to(dtype), name)
         return Rows(gather(next(tensors), name), gather(next(tensors), name))
 
-    # The root of the rounded square is h: a rounded h, too, would have to be read and written.
-
     def hidden(self, h):
         return int8.rounded(h.float().square())
 
     def squares(self, hidden):
         return hidden
-
-    def roots(self, hidden):
-        return hidden.value().sqrt()
-
-    def of_input_by(self, matmul):
-        return self.of_input
 
     def of_several(self, gradients, x, weights):
         # As one product with all rows of the weights: a sum of several would go through memory.
@@ -147,8 +144,17 @@ class Int8:
             of_weights.append(int8.gradient_of_weight(Rows(integers, d.scale), x, weight))
         return int8.gradient_of_input(d, whole), dict(zip(gradients, of_weights, strict=True))
 
+    def gradient_of_hidden(self, d, weights, hidden, scale, gate, matmul):
+        d_operand = int8.rounded_gradient(d, weights.mlp_out)
+        of_squares = int8.product(d_operand.integers, weights.mlp_out.integers, -1, 0)
+        # The root of the rounded square is h: a rounded h, too, would have to be read and written. A token's factors
+        # multiply the scale that is found for its row, instead of each number.
+        found = int8.rounded_gradient((hidden.integers.float().sqrt() * of_squares).to(d.dtype), weights.mlp_in)
+        factor = 2 * scale * d_operand.scale * hidden.scale.sqrt()
+        return Rows(found.integers, found.scale * (factor if gate is None else gate * factor))
+
     def of_weight_with(self, x, gate, d):
-        return int8.gradient_by_rows(d if gate is None else gate * d, x)
+        return int8.gradient_by_rows(gated(gate, d), x)
 
     def stacks_of(self, name):
         return {name: torch.int8, f"{name}_scale": torch.float32}

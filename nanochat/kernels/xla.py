@@ -55,7 +55,8 @@ def get_kernels(name, interpret, sharding, chunk_tokens, products):
 
     return Kernels(name, plain.attention, partial(xla_loss.cross_entropy, chunk_tokens, sharding),
                    partial(xla_loss.mean_loss, chunk_tokens, sharding, products), embedding, recompute=None,
-                   run_layers=run_all, whole=None if sharding == WHOLE else sharding.whole)
+                   run_layers=run_all, whole=None if sharding == WHOLE else sharding.whole,
+                   round_weights=products.round_weights)
 
 
 @cache

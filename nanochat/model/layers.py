@@ -77,6 +77,9 @@ class Kernels:
     # whole(after, parts): the whole weights, a list, of {name: this rank's part}. Gathering starts once the tensor
     # `after` is known, so few are whole at a time. None: ranks have whole weights. The functions above take parts.
     whole: Callable | None = None
+    # round_weights(model): rounds the weights that run_layers reads in 8 bits; called after each change. None: it reads
+    # none.
+    round_weights: Callable | None = None
     # Of the layers one after another, in training.
     products: Products = PLAIN
 

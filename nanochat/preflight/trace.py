@@ -231,7 +231,7 @@ class Programs:
         optimizer = self.training.optimizer
         if name.endswith(".main_grad"):
             return "gradients"
-        if name in optimizer.parameters:
+        if name in optimizer.parameters or ".rounded." in name:
             return "weights"
         if name in optimizer.state or name.endswith(".master"):
             return "optimizer"

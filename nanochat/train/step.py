@@ -32,13 +32,15 @@ class TrainingStep:
     both.
     """
 
-    def __init__(self, model, optimizer, objective, dist, micro_steps=(1,), carry=None, use_compile=False):
+    def __init__(self, model, optimizer, objective, dist, micro_steps=(1,), carry=None, use_compile=False,
+                 after_update=None):
         """
         model, optimizer: with their state on the device of `dist`; the optimizer is like MuonAdamW.
         micro_steps: the set of micro-steps per step that occur in the run.
         carry: {name: tensor (slots, …)} on the device, which the objective carries from one micro-step to the next. A
             slot is a row of the global batch; rank r of W has the slots r, r + W, …
         use_compile: torch.compile the model.
+        after_update: a function of the model, called at the end of each update and before the first.
         """
         self.model = model
         self.compiled_model = torch.compile(model, dynamic=False) if use_compile else model
@@ -53,6 +55,8 @@ class TrainingStep:
         self.loss_scales = {}
         for n in set(micro_steps):
             self.loss_scales[n] = torch.tensor(1 / (n * optimizer.mesh.readers)).to(dist.device)
+        self.after_update = after_update
+        self._after_update()
 
     @property
     def teacher(self):
@@ -75,6 +79,8 @@ class TrainingStep:
         for name, p in optimizer.parameters.items():
             if optimizer.masters[name] is not p:
                 found[f"{name}.master"] = optimizer.masters[name]
+            for part, tensor in enumerate(getattr(p, "rounded", ())):  # see int8.keep_rounded
+                found[f"{name}.rounded.{part}"] = tensor
         found |= dict(self.model.named_buffers())
         found |= optimizer.state
         for name, tensor in self.sums.items():
@@ -118,7 +124,13 @@ class TrainingStep:
         scheduled: from optimizer.scheduled, on the device. Returns Measured (optim.py): the means of `sums` over the
         global batch, by name, and the optimizer's measurements.
         """
-        return self.optimizer.update(scheduled, self.sums)
+        measured = self.optimizer.update(scheduled, self.sums)
+        self._after_update()
+        return measured
+
+    def _after_update(self):
+        if self.after_update:
+            self.after_update(self.model)
 
     def run(self, batches, micro_steps, scheduled):
         """Runs one optimizer step on the next `micro_steps` of the iterator `batches` over {name: CPU tensor}. Returns

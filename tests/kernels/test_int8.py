@@ -7,6 +7,7 @@ import torch
 import torch_xla
 
 from nanochat.common import BadInput
+from nanochat.device.ranks import Dist
 from nanochat.kernels import int8
 from nanochat.kernels.choose import get_kernels
 from nanochat.kernels.loss import full_mean_loss
@@ -15,6 +16,10 @@ from nanochat.model.config import GPTConfig
 from nanochat.model.gpt import GPT
 from nanochat.model.layers import IGNORE_INDEX
 from nanochat.model.logit_cap import LogitCap
+from nanochat.model.optim import MuonAdamW
+from nanochat.model.rates import OptimConfig, gpt_rules
+from nanochat.train.language import NEXT_TOKEN
+from nanochat.train.step import TrainingStep
 
 CONFIG = GPTConfig(n_layer=3, n_embd=128, n_head=2, n_kv_head=1, vocab_size=64, max_seq_len=32)
 CAP = LogitCap(15.0)
@@ -32,9 +37,9 @@ def test_sums_of_products_are_exact(width):
     weight[0] = 127
     expected = (x.long() @ weight.long().t()).float()
     device = torch_xla.device()
-    assert torch.equal(int8._product(x.to(device), weight.to(device), -1, 1).cpu(), expected)
+    assert torch.equal(int8.product(x.to(device), weight.to(device), -1, 1).cpu(), expected)
     if width <= 1040:
-        assert torch.equal(int8._product(x, weight, -1, 1), expected)
+        assert torch.equal(int8.product(x, weight, -1, 1), expected)
 
 
 def test_products_and_gradients_are_near_those_in_fp64():
@@ -80,6 +85,8 @@ def trained(kernel, device, products, recompute="none"):
     ids = torch.randint(0, 64, (4, 33), generator=torch.Generator().manual_seed(0))
     model.to("cpu" if device == "cpu" else torch_xla.device())
     model.create_main_grads()
+    if model.kernels.round_weights:
+        model.kernels.round_weights(model)
     ids = ids.to(model.wte.device)
     loss = model(ids[:, :-1], ids[:, 1:], reduction="mean")
     loss.backward()
@@ -109,6 +116,21 @@ def test_the_layer_by_hand_is_the_definition(recompute):
 def test_the_same_micro_batch_has_the_same_gradients_to_the_bit():
     first, second = (trained("chunked", "xla", "int8") for _ in range(2))
     assert first[0] == second[0] and all(torch.equal(first[1][name], second[1][name]) for name in first[1])
+
+
+def test_the_rounded_weights_of_the_loop_follow_each_update():
+    model = GPT(CONFIG, get_kernels("chunked", "xla", products="int8")).init_weights()
+    dist = Dist("xla", torch_xla.device())
+    optimizer = MuonAdamW(model.to(dist.device), gpt_rules(OptimConfig(), 128, 10, CONFIG.n_embd), dist)
+    training = TrainingStep(model, optimizer, NEXT_TOKEN, dist, after_update=model.kernels.round_weights)
+    rows = torch.randint(0, 64, (4, 33), generator=torch.Generator().manual_seed(0))
+    before = model.attn_q.rounded.integers.cpu()
+    for step in range(2):
+        training.run(iter([{"rows": rows}]), 1, optimizer.scheduled(step))
+    rounded = int8.rounded_weight(model.mlp_out)
+    assert torch.equal(model.mlp_out.rounded.integers, rounded.integers) and rounded.integers.any()
+    assert torch.equal(model.mlp_out.rounded.scale, rounded.scale)
+    assert not torch.equal(model.attn_q.rounded.integers.cpu(), before)
 
 
 @torch.no_grad()
