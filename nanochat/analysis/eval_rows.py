@@ -149,7 +149,7 @@ class GapRows(FileRows):
         begin = text.rfind("\n", 0, below(max(1, len(text) - chars))) + 1
         part = text[begin:begin + chars]
         first, last = choose_middle(part, KINDS, below)
-        return np.array(self.tokenizer.encode_documents([Infill(part[:first], part[last:], part[first:last])])[0][1:])
+        return np.array(self.tokenizer.encode_infills([Infill(part[:first], part[last:], part[first:last])])[0][0][1:])
 
     def _tokens(self, files):
         """Returns the tokens of the texts of other files."""

@@ -21,8 +21,6 @@ import struct
 from dataclasses import dataclass
 from functools import cache
 
-import numpy as np
-
 from nanochat.common import BadInput
 from nanochat.data.projects import SEPARATOR
 from nanochat.data.tokenizer import FIM_TOKENS, Infill, joined
@@ -67,29 +65,37 @@ class Infilling:
     kinds: tuple = KINDS
     context: float = 0.0
 
-    def encode(self, lane, ref, piece, tokenizer, row_tokens):
-        """Returns a list with the tokens of each part of a TextPiece, as memoryviews of uint32. ref: its place in the
-        lane with this number.
+    def encode(self, lane, group, tokenizer, row_tokens):
+        """Returns a list for each (ref, TextPiece) of `group`: the tokens of its parts, as memoryviews of uint32. ref:
+        its place in the lane with this number.
 
         A text that is not rewritten is one part, and so is each piece of a document that is read in pieces. All parts
         begin with BOS, except the later pieces of a document.
         """
-        place = f"{self.seed},{lane},{ref[0]},{ref[1]},{ref[2]}"
-        parts = [piece.text]
-        if piece.is_last and not ref[2]:
-            below = draws(place)
-            if below(1 << 53) < self.rate * (1 << 53):
-                parts = self._rewrite(piece, part_chars_for(tokenizer, row_tokens), place, below)
+        # Python is faster while it does not share the processor's caches with the tokenizer: so first all texts are
+        # rewritten, and then one call encodes them.
+        part_chars = part_chars_for(tokenizer, row_tokens)
+        rewritten = [self._rewrite(lane, ref, piece, part_chars) for ref, piece in group]
+        encoded = iter(tokenizer.encode_infills([part for parts in rewritten for part in parts]))
         found = []
-        for document, tokens in zip(parts, tokenizer.encode_documents(parts), strict=True):
-            if isinstance(document, Infill) and len(tokens) > row_tokens:
-                found += fit_into_row(tokens, row_tokens, tokenizer)
-            else:
-                found.append(tokens[1:] if ref[2] else tokens)
+        for (ref, piece), parts in zip(group, rewritten, strict=True):
+            documents = []
+            for _ in parts:
+                documents += fit_into_row(*next(encoded), row_tokens)
+            if not parts:
+                tokens = tokenizer.encode_documents([piece.text])[0]
+                documents = [tokens[1:] if ref[2] else tokens]
+            found.append(documents)
         return found
 
-    def _rewrite(self, piece, part_chars, place, below):
-        """Returns a list of Infills, the parts of a TextPiece at `place`. below: draws(place), for the first part."""
+    def _rewrite(self, lane, ref, piece, part_chars):
+        """Returns a list of Infills, the parts of a TextPiece, or none if it is not to be rewritten."""
+        if ref[2] or not piece.is_last:
+            return []
+        place = f"{self.seed},{lane},{ref[0]},{ref[1]},{ref[2]}"
+        below = draws(place)
+        if below(1 << 53) >= self.rate * (1 << 53):
+            return []
         # Malformed bytes become lone surrogates, and then bytes again.
         text = piece.text
         characters = text if isinstance(text, str) else text.decode("utf-8", "surrogateescape")
@@ -106,10 +112,7 @@ class Infilling:
                 end = characters.rfind("\n", begin, end) + 1 or end
             part = characters[begin:end]
             first, last = choose_middle(part, self.kinds, below)
-            sides = part[:first], part[last:], part[first:last]
-            if not isinstance(text, str):
-                sides = [side.encode("utf-8", "surrogateescape") for side in sides]
-            parts.append(Infill(*sides, context))
+            parts.append(Infill(part[:first], part[last:], part[first:last], context))
             begin = end
         return parts
 
@@ -133,22 +136,23 @@ def check_fim(flag, tokenizer, seq_len):
                        f"than {MIN_SEQ_LEN}: give at least that, or leave it out")
 
 
-def fit_into_row(tokens, row_tokens, tokenizer):
-    """Returns a list of documents with the text of one that is longer than a row, without encoding it again."""
+def fit_into_row(tokens, places, row_tokens):
+    """Returns a list of documents with the text of one that may be longer than a row; places: as in encode_infills."""
     # Surplus tokens at the end of the suffix, or else at the beginning of the prefix, become a document of their own,
     # from left to right. If both are too short for that, the whole text becomes one.
-    ids = np.asarray(tokens)  # BOS … <|fim_prefix|> … <|fim_suffix|> … <|fim_middle|> … <|file_sep|>
-    bos = ids[:1]
-    prefix, suffix, middle = ((ids == tokenizer.special(name)).argmax() for name in FIM_TOKENS[:3])
-    excess = len(ids) - row_tokens
+    prefix, suffix, middle = places  # BOS … <|fim_prefix|> … <|fim_suffix|> … <|fim_middle|> … <|file_sep|>
+    bos = tokens[:1]
+    excess = max(0, len(tokens) - row_tokens)
     cut = middle - excess  # the suffix ends here
     rest = prefix + 1 + excess  # the prefix begins here
-    if cut > suffix:
-        parts = [(ids[:cut], ids[middle:]), (bos, ids[cut:middle])]
+    if not excess:
+        parts = [(tokens,)]
+    elif cut > suffix:
+        parts = [(tokens[:cut], tokens[middle:]), (bos, tokens[cut:middle])]
     elif rest <= suffix:
-        parts = [(bos, ids[prefix + 1:rest]), (ids[:prefix + 1], ids[rest:])]
+        parts = [(bos, tokens[prefix + 1:rest]), (tokens[:prefix + 1], tokens[rest:])]
     else:  # without its context
-        parts = [(bos, ids[prefix + 1:suffix], ids[middle + 1:-1], ids[suffix + 1:middle])]
+        parts = [(bos, tokens[prefix + 1:suffix], tokens[middle + 1:-1], tokens[suffix + 1:middle])]
     return [joined(part) for part in parts]
 
 

@@ -34,6 +34,7 @@ PADDING = -1  # instead of a token, after the end of the data
 BUFFER_DOCUMENTS = 16  # documents from which a lane chooses while one of them is longer than a row
 BUFFER_SHORT_DOCUMENTS = 128  # documents from which it chooses otherwise: more, because it crops what does not fit
 BUFFER_TOKENS = 1 << 17  # the buffer holds about this many tokens at most, but at least those of two rows
+GROUP_PIECES = 8  # of text that fill in the middle rewrites, and then tokenizes, together: see Infilling.encode
 COUNTS = ("tokens", "dropped", "documents")  # fields of a LaneState
 PATIENCE_ROWS = 256  # a short document that has waited for this many rows goes before any further long one
 
@@ -144,29 +145,29 @@ class Lane:
         if self.shared.infilling:
             piece = 0  # the parts of a document are made from the whole text, which is piece 0
             rewritten = {ref[:2] for ref in again | {begin}}
-        for ref, text in self._read(unit, document, piece):
-            is_whole = text.is_last and not text.index
-            if ref >= begin or ref in again or is_whole and ref[:2] in rewritten:
-                for piece in self._pieces_of(ref, text):
+        for group in self._read(unit, document, piece):
+            wanted = []
+            for ref, text in group:
+                is_whole = text.is_last and not text.index
+                if ref >= begin or ref in again or is_whole and ref[:2] in rewritten:
+                    wanted.append((ref, text))
+            for (ref, text), parts in zip(wanted, self._encode(wanted), strict=True):
+                for piece in pieces_of(ref, text, parts):
                     if piece.ref >= begin or piece.ref in again:
                         yield piece
 
-    def _pieces_of(self, ref, text):
-        unit, document, first = ref
+    def _encode(self, group):
+        """Yields a list for each (ref, TextPiece) of `group`: the tokens of its parts."""
+        tokenizer = self.shared.tokenizer
         if self.shared.infilling:
-            parts = self.shared.infilling.encode(self.number, ref, text, self.shared.tokenizer, self.row_tokens)
-        else:
-            tokens = encode_document(text, self.shared.tokenizer)
-            parts = [tokens[1:] if first else tokens]
-        last = first + len(parts) - 1
-        for number, tokens in enumerate(parts, first):
-            following = (unit, document, number + 1)
-            if text.is_last and number == last:
-                following = (unit, document + 1, 0)
-            yield Piece((unit, document, number), text.is_last, tokens, following)
+            yield from self.shared.infilling.encode(self.number, group, tokenizer, self.row_tokens)
+            return
+        for ref, text in group:
+            tokens = encode_document(text, tokenizer)
+            yield [tokens[1:] if ref[2] else tokens]
 
     def _read(self, number, document, piece):
-        """Yields (ref, TextPiece) from this piece of this document of the lane's unit `number` on."""
+        """Yields lists of (ref, TextPiece), from this piece of this document of the lane's unit `number` on."""
         while number < self.num_units:
             unit = self.shared.units.get(self.number, number)
             if number + 1 < self.num_units:
@@ -176,8 +177,9 @@ class Lane:
                 texts, following = self.shared.units.read(unit, unit.first + document, piece, self.shared.read_bytes)
                 document = following - unit.first
                 piece = 0
-                for text in texts:
-                    yield (number, text.document - unit.first, text.index), text
+                named = [((number, text.document - unit.first, text.index), text) for text in texts]
+                for i in range(0, len(named), GROUP_PIECES):
+                    yield named[i:i + GROUP_PIECES]
                 if texts and not texts[-1].is_last:
                     piece = texts[-1].index + 1
             number += 1
@@ -297,6 +299,17 @@ class Lane:
             else:
                 self.pending = (self._take(), 0) if self._peek() else None  # the next piece of the same document
         return space
+
+
+def pieces_of(ref, text, parts):
+    """Yields the Pieces of a TextPiece. parts: the tokens of each."""
+    unit, document, first = ref
+    last = first + len(parts) - 1
+    for number, tokens in enumerate(parts, first):
+        following = (unit, document, number + 1)
+        if text.is_last and number == last:
+            following = (unit, document + 1, 0)
+        yield Piece((unit, document, number), text.is_last, tokens, following)
 
 
 def smallest_cover(lengths, space, limit):

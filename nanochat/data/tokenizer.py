@@ -42,6 +42,7 @@ SPECIAL_TOKENS = (
     "<|python_start|>", "<|python_end|>", "<|output_start|>", "<|output_end|>",
 )
 FIM_TOKENS = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|file_sep|>")  # in the order of a document
+_INFILL_TOKENS = {"<|bos|>", *FIM_TOKENS}
 _VALID_THEN_MALFORMED = re.compile("([^\udc80-\udcff]*)([\udc80-\udcff]*)")  # malformed as "surrogateescape" marks it
 
 
@@ -53,11 +54,11 @@ class TokenizerFlags:
 
 
 class Infill(NamedTuple):
-    """A document for fill in the middle, see fim.py. The first three are str, or all are bytes."""
-    prefix: str | bytes
-    suffix: str | bytes
-    middle: str | bytes
-    context: tuple = ()  # texts before it, str
+    """A document for fill in the middle, see fim.py. "surrogateescape" marks malformed bytes of its texts."""
+    prefix: str
+    suffix: str
+    middle: str
+    context: tuple = ()  # texts before it
 
 
 def encode_text(encoding, text):
@@ -102,6 +103,7 @@ class Tokenizer:
         self.n_vocab = n_vocab
         self.bos_id = special_tokens["<|bos|>"]
         self._marks = {name: np.array([id_], np.uint32) for name, id_ in special_tokens.items()}
+        self._lowest_mark = min(special_tokens[name] for name in _INFILL_TOKENS if name in special_tokens)
 
     def special(self, name):
         """Returns the id of a special token. Raises BadInput if there is none of this name."""
@@ -127,24 +129,44 @@ class Tokenizer:
             return self._encode_malformed(text)
 
     def encode_documents(self, texts):
-        """Returns a list with a memoryview of uint32 for each text (str or bytes): BOS and the ids of the text.
+        """Returns a list with a memoryview of uint32 for each text (str or bytes): BOS and the ids of the text."""
+        bos = self._marks["<|bos|>"]
+        return [joined((bos, self.encode_to_numpy(text))) for text in texts]
 
-        An Infill instead of a text gets FIM_TOKENS before, between and after its three texts, and the last of them
-        before each text of its context.
-        """
-        return [self._encode_document(text) for text in texts]
+    # One call for all texts, not three for each document: after each call a thread waits for those that run Python.
+    def encode_infills(self, infills):
+        """Returns (tokens, places) of each Infill: BOS, its context with <|file_sep|> before each text, and FIM_TOKENS
+        before, between and after its three texts, as a memoryview of uint32; and where the first three of these are."""
+        texts = []
+        count = 0  # of special tokens
+        for prefix, suffix, middle, context in infills:
+            texts += "<|bos|>", *[f"<|file_sep|>{text}" for text in context]
+            texts.append(f"<|fim_prefix|>{prefix}<|fim_suffix|>{suffix}<|fim_middle|>{middle}<|file_sep|>")
+            count += 5 + len(context)
+        try:
+            ids = self._encoding.encode_to_numpy("".join(texts), allowed_special=_INFILL_TOKENS, disallowed_special=())
+            marks = (ids >= self._lowest_mark).nonzero()[0].tolist()
+        except ValueError:  # as in encode_text and encode_to_numpy
+            marks = []
+        if len(marks) != count:  # or a text has the name of a special token
+            return [self._encode_infill(infill) for infill in infills]
+        found = []
+        end = 0
+        for infill in infills:
+            begin = marks[end]
+            end += 5 + len(infill.context)
+            prefix, suffix, middle, last = marks[end - 4:end]
+            found.append((ids.data[begin:last + 1], (prefix - begin, suffix - begin, middle - begin)))
+        return found
 
-    def _encode_document(self, text):
+    def _encode_infill(self, infill):
         parts = [self._marks["<|bos|>"]]
-        if isinstance(text, Infill):
-            for other in text.context:
-                parts += self._marks[FIM_TOKENS[3]], self.encode_to_numpy(other)
-            for name, part in zip(FIM_TOKENS[:3], text[:3], strict=True):
-                parts += self._marks[name], self.encode_to_numpy(part)
-            parts.append(self._marks[FIM_TOKENS[3]])
-        else:
-            parts.append(self.encode_to_numpy(text))
-        return joined(parts)
+        places = []
+        names = [FIM_TOKENS[3]] * len(infill.context) + [*FIM_TOKENS[:3]]
+        for name, text in zip(names, (*infill.context, *infill[:3]), strict=True):
+            places.append(sum(map(len, parts)))
+            parts += self._marks[name], self.encode_to_numpy(text.encode("utf-8", "surrogateescape"))
+        return joined([*parts, self._marks[FIM_TOKENS[3]]]), tuple(places[-3:])
 
     def _encode_malformed(self, data):
         """Returns the ids of bytes that are not UTF-8: one per malformed byte, and the text between as usual."""

@@ -16,7 +16,7 @@ from nanochat.data.fim import Infilling
 from nanochat.data.loader import DataLoader, Rows
 from nanochat.data.mixture import Mixture, MixtureLoader, Source, Stage
 from nanochat.data.shards import TextFlags, open_text
-from nanochat.data.tokenizer import Infill, TokenizerFlags, load_tokenizer
+from nanochat.data.tokenizer import TokenizerFlags, load_tokenizer
 from scripts.bench.rounds import Clock, Spent, compare
 
 # In a round the loader reads this many million characters, then the tokenizer has its turn. If it held the texts of a
@@ -53,12 +53,15 @@ class Recorder:
 
     def encode_documents(self, texts):
         documents = self._tokenizer.encode_documents(texts)
-        count = 0
-        for text in texts:
-            count += sum(map(len, (*text[:3], *text.context))) if isinstance(text, Infill) else len(text)
-        self.counts.append(count)
+        self.counts.append(sum(map(len, texts)))
         self.groups.append(texts)
         self.lengths += map(len, documents)
+        self.ended = time.perf_counter()
+        return documents
+
+    def encode_infills(self, infills):
+        documents = self._tokenizer.encode_infills(infills)
+        self.counts.append(sum(len(text) for infill in infills for text in (*infill[:3], *infill.context)))
         self.ended = time.perf_counter()
         return documents
 

@@ -13,7 +13,7 @@ from nanochat.data.fim import KINDS, Infilling, check_fim, choose_middle, draws,
 from nanochat.data.fim import find_statement as find_statement_from
 from nanochat.data.loader import check_lane_states
 from nanochat.data.shards import TextPiece
-from nanochat.data.tokenizer import FIM_TOKENS, SPECIAL_TOKENS, Tokenizer, load_tokenizer
+from nanochat.data.tokenizer import FIM_TOKENS, SPECIAL_TOKENS, Infill, Tokenizer, load_tokenizer
 from tests.data.documents import open_loader, write
 from tests.data.headers import HEADERS, write_headers
 from tests.data.test_loader import as_saved, read_steps
@@ -73,8 +73,7 @@ def text_of(tokenizer, tokens):
 def check_that_documents_come_back(tokenizer, count, row_tokens):
     texts = [((0, i, 0), TextPiece(i, 0, True, text)) for i, text in enumerate(odd_documents(count))]
     infilling, rewritten = Infilling(0.5, seed=0), 0
-    for ref, text in texts:
-        parts = infilling.encode(3, ref, text, tokenizer, row_tokens)
+    for (_, text), parts in zip(texts, infilling.encode(3, texts, tokenizer, row_tokens), strict=True):
         found = [text_of(tokenizer, part) for part in parts]
         whole = text.text if isinstance(text.text, bytes) else text.text.encode()
         assert b"".join(part for part, _ in found) == whole
@@ -94,13 +93,28 @@ def test_ten_thousand_documents_come_back_whole(tokenizer, row_tokens):
     check_that_documents_come_back(tokenizer, 10_000, row_tokens)
 
 
+def test_texts_encoded_in_one_call_are_as_each_alone(tokenizer):
+    rng = np.random.default_rng(1)
+    for i, text in enumerate(odd_documents(500)):
+        if isinstance(text, bytes):
+            text = text.decode("utf-8", "surrogateescape")
+        first, last = sorted(rng.integers(len(text) + 1, size=2).tolist())
+        texts = [text[:first], text[last:], text[first:last]]
+        context = ("far.h\nint far;\n", "near.h\n") if i % 3 == 0 else ()
+        _, (tokens, places) = tokenizer.encode_infills([Infill("a", "b", "c"), Infill(*texts, context)])
+        expected = [tokenizer.bos_id]
+        begins = []
+        for name, part in zip(["<|file_sep|>"] * len(context) + [*FIM_TOKENS[:3]], [*context, *texts], strict=True):
+            begins.append(len(expected))
+            expected += tokenizer.special(name), *tokenizer.encode(part.encode("utf-8", "surrogateescape"))
+        assert tokens.tolist() == [*expected, tokenizer.special("<|file_sep|>")]
+        assert places == tuple(begins[-3:])
+
+
 def test_the_tokens_of_a_document_follow_from_the_seed_and_the_lane(tokenizer):
     def encode(seed, lane):
-        found = []
-        for i, text in enumerate(odd_documents(20)):
-            parts = Infilling(1.0, seed).encode(lane, (1, i, 0), TextPiece(i, 0, True, text), tokenizer, 257)
-            found.append([part.tolist() for part in parts])
-        return found
+        texts = [((1, i, 0), TextPiece(i, 0, True, text)) for i, text in enumerate(odd_documents(20))]
+        return [[part.tolist() for part in parts] for parts in Infilling(1.0, seed).encode(lane, texts, tokenizer, 257)]
 
     found = encode(0, 0)
     assert encode(0, 0) == found

@@ -110,7 +110,7 @@ def test_other_files_stand_in_front_as_in_training(texts_of, tokenizer):
     assert ids.count(tokenizer.special("<|fim_suffix|>")) == 1  # the name in the text is text
     # As a row of training with these files.
     row = Infill(prompt.head[6], prompt.head[8], prompt.line + "int b;", (far, near))
-    assert list(tokenizer.encode_documents([row])[0])[:len(ids)] == ids
+    assert list(tokenizer.encode_infills([row])[0][0])[:len(ids)] == ids
     for long in (LINES, "int a;\n"):  # a prefix that fills the room leaves a quarter for them
         prompt = gap_prompt(tokenizer, long * 20, "\n", 400, extra=[("far.h", LINES)] * 9, extra_tokens=1000)
         assert 40 < sum(len(text) for text in prompt.head[2:prompt.head.index(Special("<|fim_prefix|>")):2]) < 100
