@@ -201,7 +201,7 @@ class _BackwardBody:
             d_values = [add_to_columns(d_values[0], given.number, d_value)]  # if the layer adds a value
         sums = []
         for name, total, gradient in zip(self.loops.weights_type._fields, write, d_weights, strict=True):
-            sums.append(total + layer.sharding.scatter(gradient, name).to(total.dtype))
+            sums.append(total + layer.sharding.scatter(gradient, x.dtype, name).to(total.dtype))
         return (d_x, d_x0 + d_x0_here, *d_values), tuple(sums)
 
 

@@ -183,8 +183,7 @@ class ChunkedLoss(torch.autograd.Function):
         ctx.is_on_xla = hidden.device.type == "xla"
         run = _run_on_xla if ctx.is_on_xla else _run
         (loss, d_head), d_hidden = run(body, sums, tensors, constants, chunk_tokens)
-        if sharding.groups:
-            d_head = sharding.scatter(d_head.to(hidden.dtype))
+        d_head = sharding.scatter(d_head, hidden.dtype)
         # Along tensor, d_hidden covers only this rank's rows of the head: the ranks add it up. d_head needs no sum,
         # because they have the same tokens.
         ctx.save_for_backward(sharding.sum(d_hidden.view_as(hidden)), d_head)

@@ -46,11 +46,12 @@ class Sharding:
             return part
         return gather_in_groups(part, self.groups)
 
-    def scatter(self, gradient, name=None):
-        """Returns this rank's part in fp32 of a whole weight's gradient, summed over the ranks."""
+    def scatter(self, gradient, dtype, name=None):
+        """Returns this rank's part in fp32 of a whole weight's gradient, summed over the ranks. The parts travel in
+        `dtype`."""
         if not self._divides(gradient, name):
             return gradient
-        return scatter_sum_in_groups(gradient, self.groups)
+        return scatter_sum_in_groups(gradient.to(dtype), self.groups)
 
     def whole_shape(self, stack, name=None):
         """Returns a tensor without memory in the shape of the whole weights, from a stack of parts."""

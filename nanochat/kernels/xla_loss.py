@@ -53,7 +53,7 @@ class Embedding(torch.autograd.Function):
             total.index_add_(0, ids, d_out.float())
         else:
             whole = total.new_zeros(parts * total.size(0), total.size(1))
-            total.add_(sharding.scatter(whole.index_add_(0, ids, d_out.float()).to(d_out.dtype)))
+            total.add_(sharding.scatter(whole.index_add_(0, ids, d_out.float()), d_out.dtype))
         return None, None, None, None
 
 
