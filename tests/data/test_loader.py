@@ -373,6 +373,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
     assert grown_mb < 600
 
 
+@pytest.mark.slow
 def test_the_benchmark_runs(shards, capsys):
     bench_loader.main([f"--data_dir={shards[0].parent}", "--max_seq_len=128", "--rounds=1"])
     report = capsys.readouterr().out

@@ -83,7 +83,7 @@ def test_ranks_of_all_hosts_save_and_stop_at_the_same_ticks(tmp_path, stopped):
                     wants_save = False
                 if agreement.is_stopping:
                     return done
-                time.sleep(random.uniform(0, 0.0005) * (rank + 1))
+                time.sleep(random.uniform(0, 0.0001) * (rank + 1))
 
         results = run_ranks_of_hosts(pods, tmp_path, program)
         assert all(done == results[0] for done in results.values())

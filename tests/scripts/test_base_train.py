@@ -81,6 +81,7 @@ def test_gradients_may_travel_as_bfloat16(train):
     assert rounded.losses[1] == exact.losses[1]  # before the first sum
 
 
+@pytest.mark.slow
 def test_a_batch_that_grows_keeps_its_programs_its_data_and_its_bits(train):
     ramp = "--batch_ramp=2:1.4,4:2"  # on two devices 4 micro-steps, then 5.6 rounded to 6, then 8
     whole = train(ramp, "--profile_steps=3:5", run="whole", devices=2)

@@ -33,6 +33,7 @@ def test_a_step_past_the_horizon_trains_nothing_and_deletes_nothing(train, tiny,
     assert finished.bpb.keys() == {6} and (run_dir / ".finished").exists()
 
 
+@pytest.mark.slow
 def test_a_run_may_switch_its_products_at_any_checkpoint_and_its_log_says_where(train, run_dir):
     flags = "--save_every=3", "--eval_every=-1", "--compute_dtype=bfloat16", "--matrix_lr=0.02"
     int8 = train(*flags, "--products=int8")
