@@ -139,6 +139,12 @@ class GPT(nn.Module):
             if p.dtype == torch.float32:
                 p.grad = p.main_grad
 
+    def after_update(self):
+        """Brings up to date what is computed from the weights once a step. Called when they are known, and after each
+        update."""
+        if self.kernels.round_weights:
+            self.kernels.round_weights(self)
+
     # Computing
 
     def hidden(self, ids, cache=None, positions=None):

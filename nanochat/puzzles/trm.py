@@ -151,6 +151,9 @@ class TRM(nn.Module):
         for p in self.parameters():
             p.main_grad = p.grad = torch.zeros_like(p, dtype=torch.float32)
 
+    def after_update(self):
+        """Does nothing: nothing is computed from the weights once a step."""
+
     def starts(self, rows):
         """Returns y and z at the beginning of an episode, (rows, P, C) each."""
         return (start.to(self.compute_dtype).expand(rows, self.config.positions, -1) for start in self.start)

@@ -75,8 +75,7 @@ def make_step(plan, model, dist, objective=NEXT_TOKEN, weights=None):
     """Returns the TrainingStep of a Plan. The model's weights are on the device of `dist`, or come from `weights` (see
     MuonAdamW)."""
     optimizer = make_optimizer(plan, model, dist, weights)
-    return TrainingStep(model, optimizer, objective, dist, plan.all_micro_steps, use_compile=plan.use_compile,
-                        after_update=model.kernels.round_weights)
+    return TrainingStep(model, optimizer, objective, dist, plan.all_micro_steps, use_compile=plan.use_compile)
 
 
 @dataclass(frozen=True)

@@ -32,15 +32,13 @@ class TrainingStep:
     both.
     """
 
-    def __init__(self, model, optimizer, objective, dist, micro_steps=(1,), carry=None, use_compile=False,
-                 after_update=None):
+    def __init__(self, model, optimizer, objective, dist, micro_steps=(1,), carry=None, use_compile=False):
         """
-        model, optimizer: with their state on the device of `dist`; the optimizer is like MuonAdamW.
+        model, optimizer: with their state on the device of `dist`, and like GPT and MuonAdamW.
         micro_steps: the set of micro-steps per step that occur in the run.
         carry: {name: tensor (slots, …)} on the device, which the objective carries from one micro-step to the next. A
             slot is a row of the global batch; rank r of W has the slots r, r + W, …
         use_compile: torch.compile the model.
-        after_update: a function of the model, called at the end of each update and before the first.
         """
         self.model = model
         self.compiled_model = torch.compile(model, dynamic=False) if use_compile else model
@@ -55,8 +53,7 @@ class TrainingStep:
         self.loss_scales = {}
         for n in set(micro_steps):
             self.loss_scales[n] = torch.tensor(1 / (n * optimizer.mesh.readers)).to(dist.device)
-        self.after_update = after_update
-        self._after_update()
+        model.after_update()
 
     @property
     def teacher(self):
@@ -125,12 +122,8 @@ class TrainingStep:
         global batch, by name, and the optimizer's measurements.
         """
         measured = self.optimizer.update(scheduled, self.sums)
-        self._after_update()
+        self.model.after_update()
         return measured
-
-    def _after_update(self):
-        if self.after_update:
-            self.after_update(self.model)
 
     def run(self, batches, micro_steps, scheduled):
         """Runs one optimizer step on the next `micro_steps` of the iterator `batches` over {name: CPU tensor}. Returns

@@ -85,8 +85,7 @@ def trained(kernel, device, products, recompute="none"):
     ids = torch.randint(0, 64, (4, 33), generator=torch.Generator().manual_seed(0))
     model.to("cpu" if device == "cpu" else torch_xla.device())
     model.create_main_grads()
-    if model.kernels.round_weights:
-        model.kernels.round_weights(model)
+    model.after_update()
     ids = ids.to(model.wte.device)
     loss = model(ids[:, :-1], ids[:, 1:], reduction="mean")
     loss.backward()
@@ -122,7 +121,7 @@ def test_the_rounded_weights_of_the_loop_follow_each_update():
     model = GPT(CONFIG, get_kernels("chunked", "xla", products="int8")).init_weights()
     dist = Dist("xla", torch_xla.device())
     optimizer = MuonAdamW(model.to(dist.device), gpt_rules(OptimConfig(), 128, 10, CONFIG.n_embd), dist)
-    training = TrainingStep(model, optimizer, NEXT_TOKEN, dist, after_update=model.kernels.round_weights)
+    training = TrainingStep(model, optimizer, NEXT_TOKEN, dist)
     rows = torch.randint(0, 64, (4, 33), generator=torch.Generator().manual_seed(0))
     before = model.attn_q.rounded.integers.cpu()
     for step in range(2):
