@@ -3,7 +3,7 @@
 PYTHON ?= python3
 .DELETE_ON_ERROR:
 
-# TEST_PROCESSES run tests at the same time. Two cores keep four busy, because many tests wait.
+# TEST_PROCESSES run tests at the same time. Two cores keep four busy, because many tests wait; the slow ones need memory.
 PYTEST = .venv/bin/python -m pytest --no-loadscope-reorder
 
 .PHONY: demo test test-all eval lint
@@ -14,7 +14,7 @@ test: .venv/installed
 	$(PYTEST) -n $(or $(TEST_PROCESSES),4)
 
 test-all: .venv/installed
-	$(PYTEST) -n $(or $(TEST_PROCESSES),4) -m "slow or not slow"
+	$(PYTEST) -n $(or $(TEST_PROCESSES),3) -m "slow or not slow"
 
 # What a checkpoint can do, in one table: make eval CHECKPOINT=RUN. Without CHECKPOINT: the newest of all runs.
 # FLAGS: of scripts.eval_table.

@@ -20,7 +20,7 @@ PROGRAMS = {
     "endless loop": ("volatile int i = 0; for (;;) ++i; }", {"timeout"}),
     "memory": ("""std::vector<char*> blocks;
     while (char* block = static_cast<char*>(malloc(1 << 24))) { memset(block, 1, 1 << 24); blocks.push_back(block); }
-    return blocks.size() < 64 ? 0 : 1; }""", {"passed"}),
+    return blocks.size() < 32 ? 0 : 1; }""", {"passed"}),
     "fork bomb": ("""int made = 0;
     while (made < 1000) { pid_t pid = fork(); if (pid < 0) break; if (pid == 0) { pause(); } ++made; }
     return made < 20 ? 0 : 1; }""", {"passed"}),
