@@ -82,7 +82,7 @@ def rounded_weight(weight):
     weight = weight.float()
     scale = weight.abs().amax(-1, keepdim=True) / LARGEST
     largest = scale.amax(-2, keepdim=True)
-    scale = torch.where(largest > SMALLEST_SCALE, torch.maximum(scale, largest / 8), 1.0)
+    scale = torch.where(largest <= SMALLEST_SCALE, 1.0, torch.maximum(scale, largest / 8))  # NaN stays NaN
     return Rows(torch.round(weight / scale).to(torch.int8), scale)
 
 

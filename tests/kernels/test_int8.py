@@ -69,6 +69,13 @@ def test_a_small_row_of_a_weight_gets_a_gradient_as_good_as_the_others():
     assert (found - expected)[:40].norm() < 0.1 * expected[:40].norm()
 
 
+def test_a_weight_with_nan_does_not_become_zeros():
+    """Such a run would train on, and its loss would not show it."""
+    weight = normal(80, 64)
+    weight[3, 5] = float("nan")
+    assert int8.rounded_weight(weight).value()[3].isnan().all()
+
+
 def test_small_numbers_beside_a_large_one_keep_their_sum():
     x = torch.cat([torch.ones(1), 5e-4 * torch.rand(100_000, generator=torch.Generator().manual_seed(0))])
     assert int8.rounded(x).value().sum() == 1  # all others are 0
