@@ -157,14 +157,17 @@ class Lane:
                         yield piece
 
     def _encode(self, group):
-        """Yields a list for each (ref, TextPiece) of `group`: the tokens of its parts."""
+        """Yields a list for each (ref, TextPiece) of `group`: the tokens of its parts. All begin with BOS, except later
+        pieces of a document that is read in pieces."""
         tokenizer = self.shared.tokenizer
+        rewritten = [[]] * len(group)
         if self.shared.infilling:
-            yield from self.shared.infilling.encode(self.number, group, tokenizer, self.row_tokens)
-            return
-        for ref, text in group:
-            tokens = encode_document(text, tokenizer)
-            yield [tokens[1:] if ref[2] else tokens]
+            rewritten = self.shared.infilling.encode(self.number, group, tokenizer, self.row_tokens)
+        for (ref, text), parts in zip(group, rewritten, strict=True):
+            if not parts:
+                tokens = encode_document(text, tokenizer)
+                parts = [tokens[1:] if ref[2] else tokens]
+            yield parts
 
     def _read(self, number, document, piece):
         """Yields lists of (ref, TextPiece), from this piece of this document of the lane's unit `number` on."""

@@ -93,6 +93,7 @@ def keep_rounded(weight):
     rows = rounded_weight(weight)
     if not hasattr(weight, "rounded"):
         weight.rounded = rows
+        return
     for kept, tensor in zip(weight.rounded, rows, strict=True):
         kept.copy_(tensor)
 
