@@ -101,7 +101,7 @@ def old_data(flags, meta, path):
 
 def count_steps(flags, meta, own, tokenizer):
     """Returns the steps of the training, half of whose tokens are of the project."""
-    tokens = meta.batch_schedule[0][1]
+    tokens = meta.total_batch_size
     steps = flags.epochs * tokens_in(own, tokenizer) / (tokens / 2)
     if resolve_inference_device_type(flags.device_type) in ("cpu", "xla"):
         config = GPTConfig(**meta.config)
@@ -118,7 +118,7 @@ def training_flags(flags, path, meta, steps, folder):
     device_type = resolve_inference_device_type(flags.device_type)
     found = [f"--run={flags.run}", f"--init_from={path}", "--init_optimizer", f"--data_mix={folder / 'mix.toml'}",
              f"--num_iterations={steps}", f"--rate_horizon={horizon}", "--warmdown_ratio=1",
-             f"--total_batch_size={meta.batch_schedule[0][1]}", f"--eval_every={every}", f"--eval_tokens={EVAL_TOKENS}",
+             f"--total_batch_size={meta.total_batch_size}", f"--eval_every={every}", f"--eval_tokens={EVAL_TOKENS}",
              "--sample_every=-1", f"--save_every={every}", f"--keep_every={every}",
              f"--device_type={device_type}"]
     # Each lane reads other files from their first line on. So few lanes see whole files in a short training, and many

@@ -23,13 +23,18 @@ class Meta:
     rng: str  # see rng_state; "" of a model that was trained elsewhere
     wandb_id: str | None = None
     time: float | None = None  # Unix time of the save, s
-    batch_schedule: tuple = ()  # ((step, tokens), …) as in Plan
+    batch_schedule: tuple = ()  # ((0, total_batch_size),)
     interruptions: int = 0  # how often the run was resumed
     nonfinite_steps: dict = field(default_factory=dict)  # {"total": …, "in_a_row": …}
     seconds: dict = field(default_factory=dict)  # {name: seconds}, see Goodput
     task: str = "language"
     mesh: dict = field(default_factory=dict)  # {axis: chips} on which it was trained; a resumed run may use another
     is_pause: bool = False  # the run finished or was told to stop here: the time until it resumes is not lost
+
+    @property
+    def total_batch_size(self):
+        """Tokens (or puzzles) of an optimizer step."""
+        return self.batch_schedule[0][1]
 
     def to_json(self):
         return {"format": FORMAT} | asdict(self)

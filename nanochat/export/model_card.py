@@ -15,7 +15,7 @@ from nanochat.record.page import fill
 MANIFEST = "manifest.json"  # of scripts/prepare_data.py
 CURVE_ROWS = 20
 # The flags of the training, without those of the machine, its folders and accounts.
-RECIPE = (*CONFIG_FLAGS, "num_iterations", "target_flops", "target_param_data_ratio", "total_batch_size", "batch_ramp",
+RECIPE = (*CONFIG_FLAGS, "num_iterations", "target_flops", "target_param_data_ratio", "total_batch_size",
           "seq_len_ramp", "fim_rate", "fim_context", "compute_dtype", "products", "seed",
           *(field.name for field in fields(OptimConfig)))
 

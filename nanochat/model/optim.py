@@ -204,12 +204,11 @@ class MuonAdamW:
         if self.rules.average_decay:
             self.state[f"{name}.average"] = master.detach().clone()
 
-    def scheduled(self, step, batch_growth=1.0):
-        """Returns the numbers of `step` as a CPU tensor (4,), see Scheduled. batch_growth: this step's batch over that
-        of the first step."""
+    def scheduled(self, step):
+        """Returns the numbers of `step` as a CPU tensor (4,), see Scheduled."""
         beta1, beta2 = self.rules.betas
         age = self.rules.earlier_steps + step  # of the averages
-        return torch.tensor([self.rules.lr_multiplier(step, batch_growth), muon_momentum(age),
+        return torch.tensor([self.rules.lr_multiplier(step), muon_momentum(age),
                              1 - beta1 ** (age + 1), 1 - beta2 ** (age + 1)], dtype=torch.float32)
 
     # A step whose loss or gradient is not finite must change nothing, and the host must not wait to find out. So the

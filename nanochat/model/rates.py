@@ -129,13 +129,13 @@ class Rules:
     matrix_dtype: torch.dtype = torch.float32  # in which Muon orthogonalises
     earlier_steps: int = 0  # of the optimizer's state, before the first step of the run
 
-    def lr_multiplier(self, step, batch_growth=1.0):
-        """Returns the factor of all learning rates at `step`, whose batch is `batch_growth` × the first one."""
-        return lr_multiplier(step, self.num_iterations, self.schedule) * math.sqrt(batch_growth)
+    def lr_multiplier(self, step):
+        """Returns the factor of all learning rates at `step`."""
+        return lr_multiplier(step, self.num_iterations, self.schedule)
 
 
 def gpt_rules(config, total_batch_size, num_iterations, width, matrix_dtype=torch.float32, earlier_steps=0):
-    """Returns a GPT's Rules. config: OptimConfig; total_batch_size: tokens of the first step."""
+    """Returns a GPT's Rules. config: OptimConfig; total_batch_size: tokens of a step."""
     horizon = num_iterations if config.rate_horizon < 0 else config.rate_horizon
     scale = batch_lr_scale(total_batch_size) * run_lr_scale(total_batch_size * horizon)
     matrix_lr = config.matrix_lr * scale

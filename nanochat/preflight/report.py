@@ -37,7 +37,7 @@ def make_report(own, flags, programs, traced, say=print):
         "accelerator": own.accelerator, "chips": tpu_slice.chips, "hosts": tpu_slice.hosts,
         "topology": tpu_slice.topology, "zone": own.zone, "usd_per_chip_hour": own.usd_per_chip_hour,
         "flags": flags, "kernel": plan.kernel,
-        "plan": {"unit": plan.unit, "total_batch_size": plan.units(0, 1), "grad_accum_steps": plan.micro_steps(0),
+        "plan": {"unit": plan.unit, "total_batch_size": plan.units(0, 1), "grad_accum_steps": plan.micro_steps,
                  "num_iterations": plan.num_iterations, f"flops_per_{plan.unit[:-1]}": plan.flops_per_unit,
                  "parameters": sum(plan.parameters.values())},
         "usable_hbm_bytes": tpu_slice.tpu.usable_hbm_bytes, "memory": programs.memory_groups(),
@@ -58,7 +58,7 @@ def make_report(own, flags, programs, traced, say=print):
 
 def _compile(own, programs, traced, report, say):
     """Compiles the TracedPrograms, and adds the result of each to `report`."""
-    runs_per_step = {MICRO_STEP: programs.plan.micro_steps(0), "update": 1, "evaluate": 0}
+    runs_per_step = {MICRO_STEP: programs.plan.micro_steps, "update": 1, "evaluate": 0}
     resident_bytes = programs.resident_bytes()
     options = schedule.LIBTPU_OPTIONS_WITH_BUNDLES if own.explain else schedule.LIBTPU_OPTIONS
     with tempfile.TemporaryDirectory(prefix="tpu_preflight_") as scratch:

@@ -248,10 +248,10 @@ class Programs:
         {name: CPU tensor}}, a micro-batch for each stage of the run; evaluate(): runs an evaluation of two batches."""
         # Every program is traced twice, and trace() keeps the second one: the first may differ, because it fills
         # caches.
-        micro_steps = min(self.plan.micro_steps(0), 2)
+        micro_steps = self.training.micro_steps = min(self.plan.micro_steps, 2)
         # In a run the scale is a buffer on the device. A scale of exactly 1.0 made here would become a constant, and
         # change the program.
-        self.training.loss_scales = {micro_steps: placeholder((), torch.float32)}
+        self.training.loss_scale = placeholder((), torch.float32)
         names = []
         for name in batches:
             names += 2 * ([name] * micro_steps + ["update"])
@@ -260,7 +260,7 @@ class Programs:
             for name, batch in batches.items():
                 self.training.micro_step_name = name
                 for _ in range(2):
-                    self.training.run(iter([batch] * micro_steps), micro_steps, self.training.optimizer.scheduled(1))
+                    self.training.run(iter([batch] * micro_steps), self.training.optimizer.scheduled(1))
 
         programs = trace(names, train, self.training.state())
         return programs | trace(["evaluate", "evaluate"], evaluate, self.training.state())

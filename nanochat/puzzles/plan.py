@@ -83,7 +83,7 @@ class PuzzlePlan:
     world_size: int
     unit = "puzzles"  # one for each supervision step of a puzzle
     kernel = "current"
-    all_micro_steps = (1,)
+    micro_steps = 1
     switches = ()
 
     @property
@@ -102,12 +102,6 @@ class PuzzlePlan:
     @property
     def stages(self):
         return ((0, self.num_iterations, "micro_step"),)
-
-    def micro_steps(self, step):
-        return 1
-
-    def batch_growth(self, step):
-        return 1.0
 
     def units(self, begin, end):
         return self.total_batch_size * (end - begin)

@@ -49,11 +49,8 @@ def describe_plan(plan, tokenizer):
 
 
 def _describe_batch(plan):
-    text = (f"{plan.total_batch_size:,} tokens = {plan.device_batch_size} rows × {plan.config.max_seq_len} × "
-            f"{plan.mesh.readers} {plan.mesh.devices_of_readers} × {plan.micro_steps(0)} micro-steps")
-    for first, tokens in plan.batch_schedule[1:]:
-        text += f", {tokens:,} from step {first:,} on ({plan.micro_steps(first)} micro-steps)"
-    return text
+    return (f"{plan.total_batch_size:,} tokens = {plan.device_batch_size} rows × {plan.config.max_seq_len} × "
+            f"{plan.mesh.readers} {plan.mesh.devices_of_readers} × {plan.micro_steps} micro-steps")
 
 
 def _describe_rows(plan):

@@ -172,8 +172,6 @@ class BatchFlags:
                                   at_least=1, at_most=2**20)
     total_batch_size: int = flag(-1, "tokens of an optimizer step, in whole micro-steps; -1: by the depth", at_least=1,
                                  at_most=2**40, unset=-1)
-    batch_ramp: str = flag("", "STEP:FACTOR,…: from STEP on, FACTOR × --total_batch_size, and √FACTOR × the learning "
-                           "rates")
     seq_len_ramp: str = flag("", "STEP:LENGTH,…: from STEP on, rows of LENGTH positions, such as "
                              "0:1024,4000:2048,8000:4096; docs/training.md#rows-that-become-longer")
 

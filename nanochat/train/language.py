@@ -75,7 +75,7 @@ def make_step(plan, model, dist, objective=NEXT_TOKEN, weights=None):
     """Returns the TrainingStep of a Plan. The model's weights are on the device of `dist`, or come from `weights` (see
     MuonAdamW)."""
     optimizer = make_optimizer(plan, model, dist, weights)
-    return TrainingStep(model, optimizer, objective, dist, plan.all_micro_steps, use_compile=plan.use_compile)
+    return TrainingStep(model, optimizer, objective, dist, plan.micro_steps, use_compile=plan.use_compile)
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class LanguageTask:
 
     def identity(self):
         return {"config": asdict(self.plan.config), "tokenizer_sha256": self.tokenizer.sha256,
-                "batch_schedule": self.plan.batch_schedule}
+                "batch_schedule": ((0, self.plan.total_batch_size),)}
 
     def resumed(self, path, meta):
         config = read_config(path, meta, GPTConfig)

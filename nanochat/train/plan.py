@@ -17,14 +17,13 @@ from nanochat.model.rates import OptimConfig
 from nanochat.model.weights import count_parameters, matrix_parameters
 from nanochat.train.flags import MAX_STEPS, StartFlags
 from nanochat.train.mesh_plan import plan_mesh
-from nanochat.train.stages import batch_schedule, length_schedule, spans, value_at
+from nanochat.train.stages import length_at, length_schedule, spans
 
 MAX_DEVICE_BYTES = 512 << 30  # more than any TPU or GPU has
 
 
 # The sizes of a step hang together: its tokens are device_batch_size rows × max_seq_len × readers × micro-steps, such
-# as 524,288 = 8 × 1,024 × 8 × 8. A larger batch has more micro-steps, and shorter rows are more rows: so every
-# micro-batch of a run has equally many tokens, and each program has one shape.
+# as 524,288 = 8 × 1,024 × 8 × 8. Shorter rows are more rows: so every micro-batch of a run has equally many tokens.
 @dataclass(frozen=True)
 class Plan:
     config: GPTConfig
@@ -42,15 +41,10 @@ class Plan:
     device_batch_size: int  # rows of max_seq_len in a micro-step on one device, or one group of them along tensor
     num_iterations: int
     parameters: dict  # group -> number
-    batch_schedule: tuple  # ((step, tokens), …): the size of the batch from that step on; the first step is 0
+    total_batch_size: int  # tokens of an optimizer step
     length_schedule: tuple  # ((step, positions), …) of a row from that step on; the last is max_seq_len
     start: StartFlags
     unit = "tokens"  # in which work is counted, see Task
-
-    @property
-    def total_batch_size(self):
-        """Tokens of the first optimizer step."""
-        return self.batch_schedule[0][1]
 
     @property
     def flops_per_token(self):
@@ -59,26 +53,14 @@ class Plan:
 
     flops_per_unit = flops_per_token
 
-    def batch_tokens(self, step):
-        """Tokens of optimizer step `step`, counted from 0."""
-        return value_at(self.batch_schedule, step)
-
-    def micro_steps(self, step):
-        """Micro-steps of optimizer step `step`. All micro-batches of a run have equally many tokens."""
-        return self.batch_tokens(step) // (self.device_batch_size * self.config.max_seq_len * self.mesh.readers)
-
     @property
-    def all_micro_steps(self):
-        """The set of micro-steps per step that occur in the run."""
-        return {self.micro_steps(step) for step, _ in self.batch_schedule}
-
-    def batch_growth(self, step):
-        """The batch of optimizer step `step`, relative to the first."""
-        return self.batch_tokens(step) / self.total_batch_size
+    def micro_steps(self):
+        """Micro-steps of an optimizer step."""
+        return self.total_batch_size // (self.device_batch_size * self.config.max_seq_len * self.mesh.readers)
 
     def tokens(self, begin, end):
         """Tokens of steps `begin` to `end` - 1."""
-        return sum(tokens * (last - first) for first, last, tokens in spans(self.batch_schedule, begin, end))
+        return self.total_batch_size * (end - begin)
 
     units = tokens
 
@@ -98,7 +80,7 @@ class Plan:
 
     def seq_len(self, step):
         """Positions of a row in optimizer step `step`, counted from 0."""
-        return value_at(self.length_schedule, step)
+        return length_at(self.length_schedule, step)
 
     def rows(self, step):
         """Rows in a micro-step of optimizer step `step` on one device."""
@@ -126,21 +108,21 @@ def make_plan(flags, vocab_size, device_type, world_size, meta=None):
     """Returns the Plan for base_train's Flags. Raises BadInput for flags that do not fit together.
 
     device_type: from resolve_device_type. meta: the Meta of the checkpoint to resume from: the run keeps its model, and
-    its batch schedule unless the flags of the batch have changed.
+    its batch unless the flags of the batch have changed.
     """
     batch = flags.batch
     devices = flags.devices
     shard_optimizer = plan_sharding(devices, device_type)
     config = GPTConfig(**meta.config) if meta else config_from_flags(asdict(flags.model), vocab_size)
     # Each follows from the one before: the mesh divides the weights, the kernels must suit the mesh, the row lengths
-    # must suit the kernels, batches are whole micro-steps of the mesh, and the horizon counts batches.
+    # must suit the kernels, a batch is whole micro-steps of the mesh, and the horizon counts batches.
     parameters = count_parameters(config)
     _require_memory(parameters, config, batch, device_type)
     mesh = plan_mesh(flags, config, parameters, device_type, world_size)
     kernel = plan_kernel(devices, config, device_type, mesh)
     lengths = _plan_lengths(flags, config, kernel, device_type)
-    schedule = plan_batches(batch, config.max_seq_len, mesh, parameters, flags.data.num_lanes, meta)
-    num_iterations = plan_horizon(batch, config, parameters, schedule, lengths, flags.start)
+    total_batch_size = plan_batch(batch, config.max_seq_len, mesh, parameters, flags.data.num_lanes, meta)
+    num_iterations = plan_horizon(batch, config, parameters, total_batch_size, lengths, flags.start)
     return Plan(
         config=config,
         kernel=kernel,
@@ -157,7 +139,7 @@ def make_plan(flags, vocab_size, device_type, world_size, meta=None):
         device_batch_size=batch.device_batch_size,
         num_iterations=num_iterations,
         parameters=parameters,
-        batch_schedule=schedule,
+        total_batch_size=total_batch_size,
         length_schedule=lengths,
         start=flags.start)
 
@@ -189,15 +171,15 @@ def plan_rates(rates, start, num_iterations):
     return replace(rates, warmup_steps=0, warmdown_ratio=1 - start.first_step / num_iterations)
 
 
-def plan_horizon(batch, config, parameters, schedule, lengths, start):
-    """Returns the step at which a run ends, for BatchFlags and StartFlags. Raises BadInput if a run cannot have so many
-    steps, or would end before its rows have their full length."""
+def plan_horizon(batch, config, parameters, total_batch_size, lengths, start):
+    """Returns the step at which a run ends, for BatchFlags and StartFlags. lengths: its length schedule.
+    Raises BadInput if a run cannot have so many steps, or would end before its rows have their full length."""
     if batch.num_iterations > 0:
         num_iterations = start.first_step + batch.num_iterations
     elif batch.target_flops > 0:
-        num_iterations = _steps_to_spend(batch.target_flops, config, schedule, lengths)
+        num_iterations = _steps_to_spend(batch.target_flops, config, total_batch_size, lengths)
     else:
-        num_iterations = _steps_to_see(batch.target_param_data_ratio * matrix_parameters(parameters), schedule)
+        num_iterations = round(batch.target_param_data_ratio * matrix_parameters(parameters) / total_batch_size)
     if not 1 <= num_iterations <= MAX_STEPS:
         horizons = ("num_iterations", "target_flops", "target_param_data_ratio")
         name = next(name for name in horizons if getattr(batch, name) > 0)
@@ -250,8 +232,8 @@ def _require_memory(parameters, config, batch, device_type):
             f"{available / tpu.GIB:,.0f} GiB: use smaller ones")
 
 
-def plan_batches(batch, seq_len, mesh, parameters, num_lanes, meta=None):
-    """Returns the batch schedule ((step, tokens), …) for BatchFlags. Raises BadInput if it does not divide evenly."""
+def plan_batch(batch, seq_len, mesh, parameters, num_lanes, meta=None):
+    """Returns the tokens of an optimizer step for BatchFlags. Raises BadInput if they do not divide evenly."""
     readers = mesh.readers
     devices = mesh.devices_of_readers
     if num_lanes % readers:
@@ -262,8 +244,7 @@ def plan_batches(batch, seq_len, mesh, parameters, num_lanes, meta=None):
     product = f"{micro} = device_batch_size {batch.device_batch_size} × max_seq_len {seq_len} × {readers} {devices}"
     # Another number of devices would round the batch differently, and a resumed run would see other batches. So it
     # keeps the checkpoint's, to the token, and is refused below if these devices cannot divide it.
-    saved = _saved_schedule(batch, meta)
-    total = saved[0][1] if saved else batch.total_batch_size
+    total = _saved_batch(batch, meta) or batch.total_batch_size
     if total == -1:
         best = default_batch_tokens(batch.target_param_data_ratio * matrix_parameters(parameters))
         total = micro * max(1, round(best / micro))
@@ -271,42 +252,29 @@ def plan_batches(batch, seq_len, mesh, parameters, num_lanes, meta=None):
         nearest = sorted({max(total // micro, 1) * micro, (total // micro + 1) * micro})
         raise BadInput(f"--total_batch_size={total} tokens does not divide by {product}: "
                        f"use {' or '.join(map(str, nearest))}")
-    schedule = saved or batch_schedule(batch.batch_ramp, total, micro)
-    if any(tokens % micro for _, tokens in schedule):
-        raise BadInput(f"the run's batches ({', '.join(f'{tokens:,}' for _, tokens in schedule)} tokens) do not all "
-                       f"divide by {product}: use fewer devices, or a smaller --device_batch_size")
-    return schedule
+    return total
 
 
-def _saved_schedule(batch, meta):
-    """Returns the batch schedule of a checkpoint's Meta, or None without one, or if the flags ask for another."""
+def _saved_batch(batch, meta):
+    """Returns the tokens of a step of a checkpoint's Meta, or None without one, or if the flags ask for others."""
     if not meta:
         return None
-    for name in ("batch_ramp", "total_batch_size", "target_param_data_ratio"):
+    for name in ("total_batch_size", "target_param_data_ratio"):
         if meta.flags.get(name) != getattr(batch, name):
             return None
-    return meta.batch_schedule
+    return meta.total_batch_size
 
 
-def _steps_to_spend(target_flops, config, batches, lengths):
+def _steps_to_spend(target_flops, config, total_batch_size, lengths):
     """Returns the number of steps after which the run comes nearest to `target_flops`."""
-    # A token costs less in a shorter row, where it sees fewer others. So count it as a fraction of a token in a full
-    # row, by its FLOPs, and search for that many tokens. A span ends where batch or length changes.
-    whole = weights.flops_per_token(config, config.max_seq_len)
-    schedule = []
-    for first in sorted({first for first, _ in (*batches, *lengths)}):
-        fraction = weights.flops_per_token(config, value_at(lengths, first)) / whole
-        schedule.append((first, value_at(batches, first) * fraction))
-    return _steps_to_see(target_flops / whole, schedule)
-
-
-def _steps_to_see(tokens, schedule):
-    """Returns the number of steps after which a batch schedule comes nearest to `tokens` tokens."""
-    # Subtracts one span after the other until the rest ends within a span. The last span has no end.
-    for first, end, batch in spans(schedule, 0, math.inf):
-        if first + round(tokens / batch) <= end:
-            return first + round(tokens / batch)
-        tokens -= (end - first) * batch
+    # A token costs less in a shorter row, where it sees fewer others. So this subtracts the cost of one span of equal
+    # lengths after the other, until the rest ends within a span. The last span has no end.
+    for first, end, length in spans(lengths, 0, math.inf):
+        step_flops = total_batch_size * weights.flops_per_token(config, length)
+        steps = round(target_flops / step_flops)
+        if first + steps <= end:
+            return first + steps
+        target_flops -= (end - first) * step_flops
 
 
 def default_batch_tokens(horizon_tokens):

@@ -16,7 +16,7 @@ class RowFeed:
         self._last = None
         self._taken = []
         self._step = step  # the step that takes micro-batches
-        self._left = plan.micro_steps(step)  # until its end
+        self._left = plan.micro_steps  # until its end
         self._ended = set()  # sources of a mixture
 
     def __iter__(self):
@@ -28,7 +28,7 @@ class RowFeed:
         self._left -= 1
         if not self._left:
             self._step += 1
-            self._left = self._plan.micro_steps(self._step)
+            self._left = self._plan.micro_steps
             if self._step in self._plan.switches:  # at once, so that it prefetches while the device updates
                 self.loader.change_rows(self._plan.rows(self._step), self._plan.seq_len(self._step))
         return {"rows": self._last.rows}

@@ -1,6 +1,6 @@
-"""The stages of a run: the sizes of batches and rows change at certain steps.
+"""The stages of a run: rows become longer at certain steps.
 
-A schedule is ((step, value), …): the value from that step on. The first step is 0, and steps rise.
+A schedule is ((step, positions per row), …): the length from that step on. The first step is 0, and steps rise.
 """
 import math
 import re
@@ -9,34 +9,20 @@ from itertools import pairwise
 from nanochat.common import BadInput
 
 
-def value_at(schedule, step):
-    """Returns the value of a schedule at `step`."""
-    return next(value for first, value in reversed(schedule) if first <= step)
+def length_at(schedule, step):
+    """Returns the positions per row at `step`."""
+    return next(length for first, length in reversed(schedule) if first <= step)
 
 
 # Of the schedule ((0, 1024), (4000, 2048)), the spans of steps 3000 to 4999 are (3000, 4000, 1024) and
 # (4000, 5000, 2048).
 def spans(schedule, begin, end):
-    """Yields (first, last, value) for each value in turn, of steps `begin` to `end` - 1. `last` is excluded, too."""
-    for (first, value), (last, _) in pairwise([*schedule, (math.inf, None)]):
+    """Yields (first, last, length) for each length in turn, of steps `begin` to `end` - 1. `last` is excluded, too."""
+    for (first, length), (last, _) in pairwise([*schedule, (math.inf, None)]):
         first = max(first, begin)
         last = min(last, end)
         if first < last:
-            yield first, last, value
-
-
-def batch_schedule(ramp, total, micro):
-    """Returns ((step, tokens), …) for --batch_ramp=STEP:FACTOR,…: FACTOR × `total`, in whole micro-steps of `micro`
-    tokens. Raises BadInput."""
-    schedule = [(0, total)]
-    for entry in filter(None, ramp.split(",")):
-        match = re.fullmatch(r"([0-9]{1,9}):([0-9]{1,3}(?:\.[0-9]*)?)", entry)
-        if not match or int(match[1]) <= schedule[-1][0] or not float(match[2]):
-            raise BadInput(f"--batch_ramp={ramp}: {entry} is not STEP:FACTOR with rising steps: give for example "
-                           "2000:1.2,4000:1.5")
-        micro_steps = max(1, round(float(match[2]) * total / micro))
-        schedule.append((int(match[1]), micro_steps * micro))
-    return tuple(schedule)
+            yield first, last, length
 
 
 def length_schedule(ramp, max_seq_len):

@@ -194,7 +194,7 @@ def _with_decay(what, flags, start, config):
     batch = saved_flags(BatchFlags, saved)
     begun = saved_flags(StartFlags, saved)
     lengths = length_schedule(batch.seq_len_ramp, config.max_seq_len)
-    horizon = plan_horizon(batch, config, count_parameters(config), start.meta.batch_schedule, lengths, begun)
+    horizon = plan_horizon(batch, config, count_parameters(config), start.meta.total_batch_size, lengths, begun)
     rates = plan_rates(saved_flags(OptimConfig, saved), begun, horizon)
     height = lr_multiplier(start.meta.step, horizon, rates)
     if height < 1:

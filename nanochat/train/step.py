@@ -1,7 +1,7 @@
 """The training step: the state on the device, and the two programs that change it.
 
     training = TrainingStep(model, optimizer, Objective(loss), dist)
-    measured = training.run(batches, plan.micro_steps(step), training.optimizer.scheduled(step))
+    measured = training.run(batches, training.optimizer.scheduled(step))
 
 Training, preflight and benches run this class. A task brings the model, optimizer, objective and batches.
 """
@@ -32,10 +32,10 @@ class TrainingStep:
     both.
     """
 
-    def __init__(self, model, optimizer, objective, dist, micro_steps=(1,), carry=None, use_compile=False):
+    def __init__(self, model, optimizer, objective, dist, micro_steps=1, carry=None, use_compile=False):
         """
         model, optimizer: with their state on the device of `dist`, and like GPT and MuonAdamW.
-        micro_steps: the set of micro-steps per step that occur in the run.
+        micro_steps: of an optimizer step.
         carry: {name: tensor (slots, …)} on the device, which the objective carries from one micro-step to the next. A
             slot is a row of the global batch; rank r of W has the slots r, r + W, …
         use_compile: torch.compile the model.
@@ -49,10 +49,9 @@ class TrainingStep:
         self.micro_step_name = "micro_step"
         self.observer = Observer(dist)
         self.sums = {name: torch.zeros((), device=dist.device) for name in objective.names}
-        # Tensors: a Python number would be part of the program, and another number would compile it again.
-        self.loss_scales = {}
-        for n in set(micro_steps):
-            self.loss_scales[n] = torch.tensor(1 / (n * optimizer.mesh.readers)).to(dist.device)
+        self.micro_steps = micro_steps
+        # A tensor: a Python number would be a constant of the program, which would depend on the number of micro-steps.
+        self.loss_scale = torch.tensor(1 / (micro_steps * optimizer.mesh.readers)).to(dist.device)
         model.after_update()
 
     @property
@@ -62,8 +61,8 @@ class TrainingStep:
     def materialise(self):
         """Computes all pending state, so that the programs of a step begin with plain buffers."""
         # The end of the empty block makes a program of everything traced before. Otherwise a pending scalar of exactly
-        # 1.0, such as the scale of a loss, would be a constant of the first micro-step, and another scale would compile
-        # it again.
+        # 1.0, such as the scale of a loss, would be a constant of the first micro-step, and the second would
+        # compile another program.
         with one_program(self.dist, "initialise"):
             pass
 
@@ -82,8 +81,7 @@ class TrainingStep:
         found |= optimizer.state
         for name, tensor in self.sums.items():
             found[f"{name}_sum"] = tensor
-        for n, scale in self.loss_scales.items():
-            found[f"loss_scale.{n}"] = scale
+        found["loss_scale"] = self.loss_scale
         if self.teacher:
             for name, tensor in [*self.teacher.state_dict().items(), *self.teacher.named_buffers()]:
                 found[f"teacher.{name}"] = tensor
@@ -94,23 +92,21 @@ class TrainingStep:
     def rehearse(self, batches):
         """Compiles the micro-steps of {name of the program: {name: CPU tensor}} by running them, and clears the sums to
         which they have added. No update: weights and the optimizer's state stay."""
-        scale = next(iter(self.loss_scales.values()))  # any: it is an argument of the program
         for name, batch in batches.items():
-            self._run_micro_step(name, batch, scale)
+            self._run_micro_step(name, batch)
         with one_program(self.dist, "clear"), torch.no_grad():
             self.optimizer.clear(self.sums.values())
 
     # The two programs
 
-    def micro_step(self, batch, scale):
-        """Adds the gradients of one micro-batch, and its losses × `scale` to `sums`. batch: {name: tensor}; scale: a
-        scalar tensor, one of loss_scales."""
+    def micro_step(self, batch):
+        """Adds the gradients of one micro-batch, and its losses × loss_scale to `sums`. batch: {name: tensor}."""
         losses, carry = self.objective.loss(self.compiled_model, self.carry, **batch)
         # In place: the carry stays the same tensor from one micro-step to the next, an argument and a result of the
         # program, as the sums of the gradients.
         for name, tensor in self.carry.items():
             tensor.copy_(carry[name])
-        losses = {name: losses[name] * scale for name in self.sums}
+        losses = {name: losses[name] * self.loss_scale for name in self.sums}
         next(iter(losses.values())).backward()
         for name, total in self.sums.items():
             total += losses[name].detach()
@@ -125,23 +121,23 @@ class TrainingStep:
         self.model.after_update()
         return measured
 
-    def run(self, batches, micro_steps, scheduled):
-        """Runs one optimizer step on the next `micro_steps` of the iterator `batches` over {name: CPU tensor}. Returns
+    def run(self, batches, scheduled):
+        """Runs one optimizer step on the next micro-batches of the iterator `batches` over {name: CPU tensor}. Returns
         the result of update, still on the device, without waiting for it."""
-        for _ in range(micro_steps):
+        for _ in range(self.micro_steps):
             with self.observer.data_wait():
                 batch = next(batches)
-            self._run_micro_step(self.micro_step_name, batch, self.loss_scales[micro_steps])
+            self._run_micro_step(self.micro_step_name, batch)
         scheduled = scheduled.to(self.dist.device)
         with self.observer.program("update", collective=True, scheduled=scheduled):
             return self.update(scheduled)
 
-    def _run_micro_step(self, name, batch, scale):
+    def _run_micro_step(self, name, batch):
         batch = {key: tensor.to(self.dist.device) for key, tensor in batch.items()}
         # A micro-step has collectives only if the mesh divides the weights. Otherwise only the update has, and ranks
         # may run apart within a step.
-        with self.observer.program(name, self.optimizer.mesh.divides_weights, **batch, scale=scale):
-            self.micro_step(batch, scale)
+        with self.observer.program(name, self.optimizer.mesh.divides_weights, **batch):
+            self.micro_step(batch)
 
     # Checkpoints. The carry is among the optimizer's state, in the order of the slots, whatever the number of ranks.
 

@@ -125,12 +125,12 @@ class StepLog:
         units = plan.units(first - 1, step)
         flops = plan.flops(first - 1, step)
         rules = self._training.optimizer.rules
-        speed = {"lr_multiplier": rules.lr_multiplier(step - 1, plan.batch_growth(step - 1)),
+        speed = {"lr_multiplier": rules.lr_multiplier(step - 1),
                 "step_ms": 1000 * elapsed_s / (step - first + 1),
                 f"{plan.unit}_per_s": units / elapsed_s,
                 "mfu": mfu(units / elapsed_s, flops / units, tpu.peak_flops_here(plan.device_type), plan.world_size)}
         if step > self._first_step + 1:  # the first one compiles
-            # By FLOPs and not by steps: later batches and rows may be larger.
+            # By FLOPs and not by steps: later rows may be longer.
             speed["time_left_s"] = elapsed_s * plan.flops(step, plan.num_iterations) / flops
         return speed
 

@@ -31,11 +31,10 @@ class Task(Protocol):
     flags: groups of flags, among them `run`, `devices` and `record` (flags.py), with `as_dict()`.
     name: as in a checkpoint's Meta. changing_flags: names of the flags whose change is printed when a run resumes.
     console: {metric: its format on the console} of the metrics that only this task has, {"exact": "{:.1%} solved"}.
-    plan: `num_iterations`; `micro_steps(step)` and `all_micro_steps`, the set of them; `batch_growth(step)`, the batch
-        of a step relative to the first; `device_type`, `world_size`; the unit of work, `unit` ("tokens"), with
-        `units(begin, end)`, `flops(begin, end)` of these steps and `flops_per_unit` in the end; `switches`, the steps
-        at which the shape of a batch changes. For the preflight also `kernel`, a name, `parameters`, {group: number},
-        and `stages`, ((first step, step after the last, name of the micro-step), …).
+    plan: `num_iterations`; `micro_steps` of an optimizer step; `device_type`, `world_size`; the unit of work, `unit`
+        ("tokens"), with `units(begin, end)`, `flops(begin, end)` of these steps and `flops_per_unit` in the end;
+        `switches`, the steps at which the shape of a batch changes. For the preflight also `kernel`, a name,
+        `parameters`, {group: number}, and `stages`, ((first step, step after the last, name of the micro-step), …).
     data_fingerprint: of the training data; None if synthetic.
     first_step: of a new run, 0 unless it goes on from another run's checkpoint.
     origin: the checkpoint of another run with which a new run begins, as text that all hosts must agree on; or None.

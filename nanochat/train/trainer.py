@@ -111,14 +111,12 @@ class Trainer:
 
     def train_step(self):
         """Runs one optimizer step, without waiting for the device."""
-        plan = self.run.plan
         self.task.before_step(self.training, self.step)
         self.log.begin_step()
         self.liveness.beat("step", self.step)
         self.profile.before_step(self.step)
         with self.goodput.span("train"):
-            scheduled = self.training.optimizer.scheduled(self.step, plan.batch_growth(self.step))
-            result = self.training.run(self.batches, plan.micro_steps(self.step), scheduled)
+            result = self.training.run(self.batches, self.training.optimizer.scheduled(self.step))
             self.log.add(result, self.batches.taken())
         self.step += 1
         self.profile.after_step(self.step)

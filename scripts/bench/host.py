@@ -28,7 +28,6 @@ class Flags:
 
 class Training:
     def __init__(self, flags, dist, kernel):
-        self.micro_steps = flags.micro_steps
         self.dist = dist
         self.kernel = kernel
         run = parse_flags([f"--depth={flags.depth}", "--model_dim=128", "--max_seq_len=16", "--device_batch_size=2",
@@ -47,9 +46,9 @@ class Training:
         training = self.training
         cpu_before = cpu_seconds()
         host_s = 0.0
-        for _ in range(self.micro_steps):
+        for _ in range(training.micro_steps):
             with one_program(self.dist, f"micro_step {self.kernel}") as program:
-                training.micro_step(self.batch, training.loss_scales[self.micro_steps])
+                training.micro_step(self.batch)
             # The device is this CPU, so it must be idle while the next program is traced: its work would slow down
             # tracing, whose wall time counts.
             synchronize(self.dist)

@@ -49,7 +49,7 @@ class Training:
     def run(self):
         clock = Clock()
         rows = torch.randint(self.vocab_size, self.shape, generator=self.generator, dtype=torch.int32)
-        self.training.run(iter([{"rows": rows}]), 1, self.training.optimizer.scheduled(self.step))
+        self.training.run(iter([{"rows": rows}]), self.training.optimizer.scheduled(self.step))
         # XLA runs a program after dispatching it; without this, the bench would measure only the dispatch.
         synchronize(self.dist)
         self.step += 1

@@ -15,7 +15,7 @@ CONFIG = asdict(GPTConfig(vocab_size=270, max_seq_len=32, n_layer=2, n_embd=64, 
 
 
 def test_a_meta_is_restored_as_it_was_saved():
-    meta = make_meta(7, wandb_id="abcd1234", time=1795257657.2, batch_schedule=((0, 512), (2, 768)), interruptions=2,
+    meta = make_meta(7, wandb_id="abcd1234", time=1795257657.2, batch_schedule=((0, 512),), interruptions=2,
                      nonfinite_steps={"total": 3, "in_a_row": 1}, seconds={"train": 20.5, "other": 1.5}, is_pause=True,
                      mesh={"data": 2, "fsdp": 4, "tensor": 1})
     saved = json.loads(json.dumps(meta.to_json()))

@@ -132,7 +132,7 @@ def test_the_rounded_weights_of_the_loop_follow_each_update():
     rows = torch.randint(0, 64, (4, 33), generator=torch.Generator().manual_seed(0))
     before = model.attn_q.rounded.integers.cpu()
     for step in range(2):
-        training.run(iter([{"rows": rows}]), 1, optimizer.scheduled(step))
+        training.run(iter([{"rows": rows}]), optimizer.scheduled(step))
     rounded = int8.rounded_weight(model.mlp_out)
     assert torch.equal(model.mlp_out.rounded.integers, rounded.integers) and rounded.integers.any()
     assert torch.equal(model.mlp_out.rounded.scale, rounded.scale)

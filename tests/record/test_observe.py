@@ -70,16 +70,6 @@ def test_a_program_that_is_compiled_again_with_the_same_shapes_is_reported(dist)
     assert text == "micro_step: its inputs are as before, so a number or a branch inside it has changed"
 
 
-def test_a_growing_batch_compiles_nothing_and_raises_the_learning_rate_with_its_root(make_trainer):
-    trainer = make_trainer("--total_batch_size=64", "--batch_ramp=4:2,6:3.3", "--warmup_steps=1", "--warmdown_ratio=0",
-                           width=112)  # one micro-step, whose loss is scaled by 1, then two, then three
-    assert trainer.train() == 0
-    logged = [record for record in records(trainer) if "tokens" in record]
-    assert len({record["compilations"] for record in logged}) == 1
-    assert [record["lr_multiplier"] ** 2 for record in logged] == pytest.approx([1, 1, 1, 2, 3])
-    assert [record["tokens"] for record in logged] == [64, 128, 256, 512, 896]
-
-
 def test_rows_that_grow_have_a_program_for_each_length_compiled_before_the_first_step(make_trainer, dist, monkeypatch):
     counted, rehearse = [], TrainingStep.rehearse
 

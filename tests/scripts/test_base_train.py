@@ -82,29 +82,6 @@ def test_gradients_may_travel_as_bfloat16(train):
 
 
 @pytest.mark.slow
-def test_a_batch_that_grows_keeps_its_programs_its_data_and_its_bits(train):
-    ramp = "--batch_ramp=2:1.4,4:2"  # on two devices 4 micro-steps, then 5.6 rounded to 6, then 8
-    whole = train(ramp, "--profile_steps=3:5", run="whole", devices=2)
-    assert "512 tokens = 2 rows × 32 × 2 devices × 4 micro-steps, 768 from step 2 on (6 micro-steps), " \
-           "1,024 from step 4 on (8 micro-steps)" in whole.stdout
-    assert {record["step"]: record["tokens"] for record in whole.records if "tokens" in record} == \
-           {1: 512, 2: 1024, 3: 1792, 4: 2560, 6: 4608}
-    assert len({record["compilations"] for record in whole.records if "compilations" in record}) == 1
-    assert len(list(get_base_dir().glob("checkpoints/whole/profile/plugins/profile/*/*.xplane.pb"))) == 1
-    train(ramp, "--save_every=3", run="parts", devices=2)
-    run_dir = get_base_dir() / "checkpoints" / "parts"
-    format.set_aside_after(run_dir, 3)
-    resumed = train(ramp, "--save_every=3", run="parts", devices=2)
-    assert "resuming from" in resumed.stdout
-    assert resumed.losses == whole.losses and resumed.bpb == whole.bpb
-    # One device alone would round 11.2 micro-steps to 11; the checkpoint has the batches the run began with.
-    format.set_aside_after(run_dir, 3)
-    on_one = train(ramp, "--save_every=3", run="parts", devices=1)
-    assert on_one.losses == pytest.approx(whole.losses, rel=2e-6)
-    assert on_one.records[-2]["tokens"] == 4608
-
-
-@pytest.mark.slow
 def test_rows_that_become_longer_keep_the_bits_of_a_run_that_resumes_before_at_and_after_the_switch(train, tiny):
     ramp = "--seq_len_ramp=0:8,2:16,4:32"
     whole = train(ramp, "--save_every=1", "--keep_checkpoints=9", "--log_every=1", run="parts", devices=2)

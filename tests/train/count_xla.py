@@ -32,14 +32,14 @@ def count(run, dist):
         return data[0] if data else 0
 
     trainer = Trainer(run, dist)
-    training, rows, plan = trainer.training, trainer.batches, run.plan
+    training, rows = trainer.training, trainer.batches
     thread_barrier(trainer.dist)  # each rank compiles its own way of putting its part of the state on its device
     before = value("CompileTime")
     compilations, between_logs, pending = [], 0, []
     fetched_before = value("TransferFromDeviceTime")
     for step in range(50):
         transfers = value("TransferFromDeviceTime")
-        pending.append(training.run(rows, plan.micro_steps(step), training.optimizer.scheduled(step)))
+        pending.append(training.run(rows, training.optimizer.scheduled(step)))
         compilations.append(value("CompileTime"))
         if trainer.dist.world_size == 1:  # with several ranks the counters are of all threads together
             between_logs += value("TransferFromDeviceTime") - transfers

@@ -28,8 +28,7 @@ class Flags(FlagGroups):
 
 def plan():
     return SimpleNamespace(num_iterations=10, unit="tokens", device_type="cpu", world_size=1,
-                           units=lambda begin, end: 8 * (end - begin), flops=lambda begin, end: 80 * (end - begin),
-                           batch_growth=lambda step: 1.0)
+                           units=lambda begin, end: 8 * (end - begin), flops=lambda begin, end: 80 * (end - begin))
 
 
 def make_log(directory, rank=0, run="dummy"):
