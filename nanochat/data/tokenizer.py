@@ -20,7 +20,6 @@ from typing import NamedTuple
 
 import numpy as np
 import tiktoken
-import torch
 
 from nanochat.common import BadInput, expand_path, flag, get_base_dir
 from nanochat.data.tokenizer_json import read_huggingface
@@ -201,6 +200,7 @@ class Tokenizer:
 
     def token_bytes(self):
         """Returns the number of bytes of each token, int32 (n_vocab,). Special tokens have 0."""
+        import torch
         counts = torch.zeros(self.n_vocab, dtype=torch.int32)
         for token, rank in self._ranks.items():
             counts[rank] = len(token)
@@ -221,6 +221,7 @@ class Tokenizer:
         return json.dumps({"pattern": self.pattern, "special_tokens": self.special_tokens}, indent=2) + "\n"
 
     def save(self, directory):
+        import torch
         directory = Path(directory)
         (directory / VOCABULARY_FILE).write_bytes(self.vocabulary_lines())
         (directory / CONFIG_FILE).write_text(self.config_json(), encoding="utf-8")

@@ -292,6 +292,11 @@ def test_bad_input_exits_with_2_and_one_line():
     assert run.stderr.startswith("error: --debian_source: zlib is reserved") and run.stderr.count("\n") == 1
 
 
+def test_its_processes_do_not_wait_for_pytorch_which_they_do_not_need():
+    program = "import sys, scripts.prepare_data; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=100)
+
+
 def test_full_disk_is_said_before_the_work(tmp_path, monkeypatch):
     make_project(tmp_path / "in", "a")
     usage = shutil.disk_usage(tmp_path)
