@@ -281,8 +281,9 @@ def prune(run_dir, step, kept):
 
 
 def delete(path):
+    """Deletes the checkpoint at `path`."""
     # Its files go one by one, and a kill may come in between. So the directory first loses its final name.
-    doomed = path.with_suffix(".tmp")
+    doomed = partial_dir(path.parent, step_of(path))
     shutil.rmtree(doomed, ignore_errors=True)
     path.rename(doomed)
     shutil.rmtree(doomed)

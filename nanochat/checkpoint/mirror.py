@@ -28,7 +28,7 @@ from nanochat.checkpoint import format
 from nanochat.checkpoint.format import SUMS, Kept, step_of
 from nanochat.checkpoint.pieces import is_whole
 from nanochat.common import BadInput, Outage, move_aside, say, written_whole
-from nanochat.data.storage import Cancelled, Interruption, copy_files, delete_files, list_files, never
+from nanochat.data.storage import Cancelled, Interruption, Retries, copy_files, delete_files, list_files, never
 from nanochat.record.metrics import METRICS_FILE
 
 STATE_FILE = "mirror.json"
@@ -36,7 +36,6 @@ COPY_TIMEOUT_S = 1800
 LIST_TIMEOUT_S = 120
 TRY_TIMEOUT_S = 60  # for each attempt to reach the mirror at the start of a run
 OUTAGE_S = 600  # how long a start waits for an unreachable mirror
-PAUSE_S = 15  # between its attempts
 FIRST_RETRY_S = 5  # the first pause between attempts to copy, which doubles
 RETRY_S = 60  # the longest
 END_TIMEOUT_S = 1800  # for the mirror at the end of a run
@@ -61,7 +60,7 @@ def run_mirror(place, run, kept):
 @dataclass(frozen=True)
 class Mirror:
     """A folder of copies of one run's checkpoints, in a bucket or a directory. Every method raises BadInput if the
-    mirror refuses for good, and Outage if a retry may succeed."""
+    mirror refuses for good, and Interruption if a retry may succeed."""
     url: str  # of the folder of the run: gs://…/RUN or a path
     kept: Kept  # which copies stay there
 
@@ -115,7 +114,7 @@ class Mirror:
             if step_of(name) <= after_step or not is_whole(copies[name]):
                 continue
             final = format.final_dir(run_dir, step_of(name))
-            partial = final.with_suffix(".tmp")
+            partial = format.partial_dir(run_dir, step_of(name))
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
             files = sorted(file for file in copies[name] if not file.endswith(PARTIAL))
@@ -125,7 +124,7 @@ class Mirror:
                 # Before the checkpoint gets its name: from then on, a start fetches only later copies.
                 self._copy([f"{self.url}/{METRICS_FILE}"], run_dir)
                 move_aside(final)  # a damaged one of that step, if there is one
-                partial.rename(final)
+                format.publish(partial, final)
                 if name.endswith(ROUNDED):
                     say(f"{final.name} was rounded when the VM was preempted: the run continues at its step, but not "
                         "bit for bit")
@@ -185,8 +184,8 @@ def _copy_to_directory(sources, directory, is_cancelled):
 # A call to a file system whose server is gone (NFS, for example) does not return, and nothing can interrupt it. So a
 # thread makes the call, and is abandoned if it does not return. It also limits a bucket that sends a byte now and then.
 def _within(timeout_s, function, *args):
-    """Returns function(*args), which uses the mirror. Raises Outage if it takes more than `timeout_s` seconds, or if a
-    retry may succeed, and BadInput for any other OSError."""
+    """Returns function(*args), which uses the mirror. Raises Interruption if it takes more than `timeout_s` seconds, or
+    if a retry may succeed, and BadInput for any other OSError."""
     future = Future()
 
     def work():
@@ -197,36 +196,27 @@ def _within(timeout_s, function, *args):
 
     threading.Thread(target=work, name="mirror-files", daemon=True).start()
     if not wait([future], timeout_s).done:
-        raise Outage(f"it has not answered after {timeout_s} s")
+        raise Interruption(f"it has not answered after {timeout_s} s")
     try:
         return future.result()
     except BadInput as error:
         raise BadInput(f"--checkpoint_mirror: {error}") from None
-    except Interruption as error:
-        raise Outage(str(error)) from None
     except OSError as error:
         problem = f"{error.filename}: {error.strerror}" if error.filename else str(error)
         if error.errno in _UNREACHABLE:
-            raise Outage(problem) from None
+            raise Interruption(problem) from None
         raise BadInput(f"--checkpoint_mirror: {problem}: choose a directory that can be written to, or start without "
                        "the flag") from None
 
 
 def patiently(url, function):
-    """Returns function(), which uses the mirror at `url`. Retries while it raises Outage, for OUTAGE_S seconds, and
-    raises Outage after them."""
-    deadline = time.monotonic() + OUTAGE_S
-    while True:
-        try:
-            return function()
-        except Outage as error:
-            left_s = deadline - time.monotonic()
-            if left_s <= 0:
-                raise Outage(f"--checkpoint_mirror: {url} has not been reached for {OUTAGE_S / 60:.0f} minutes "
-                             f"({error}): start the same command again later, or without the flag") from None
-            say(f"warning: --checkpoint_mirror: {url} cannot be reached ({error}); waiting for it, for up to "
-                f"{left_s / 60:.0f} more minutes")
-        time.sleep(PAUSE_S)
+    """Returns function(), which uses the mirror at `url`, retried for OUTAGE_S seconds. Raises Outage after them."""
+    place = f"--checkpoint_mirror: {url}"
+    try:
+        return Retries(place, OUTAGE_S).call(function)
+    except Interruption as error:
+        raise Outage(f"{place} has not been reached for {OUTAGE_S / 60:.0f} minutes ({error}): start the same command "
+                     "again later, or without the flag") from None
 
 
 @dataclass
@@ -345,7 +335,7 @@ class Uploader:
                     self._copy(path)
             except Cancelled:
                 say(f"{path.name} waits: the state at the notice of preemption is copied first")
-            except (Outage, BadInput) as error:
+            except (Interruption, BadInput) as error:
                 self._failed(rounded or path, error)
 
     def _copy_rounded(self, path):
@@ -365,7 +355,7 @@ class Uploader:
         self._note()
         try:
             self._mirror.prune(path.name)
-        except (Outage, BadInput) as error:
+        except (Interruption, BadInput) as error:
             say(f"warning: old checkpoints stay in {self._mirror.url}: {error}")
         with self._condition:
             # A newer one that `upload` has named meanwhile stays.

@@ -51,7 +51,7 @@ _NO_LOGIN = re.compile(
 
 
 class Interruption(Exception):
-    """An attempt that may succeed later."""
+    """A failure that may pass: the same call may succeed later."""
 
 
 class Cancelled(Exception):

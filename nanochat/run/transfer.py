@@ -65,7 +65,7 @@ def obtain(pod, directory, name, sums):
 
 def _get_checkpoint(pod, path, sums):
     started = time.monotonic()
-    partial_path = path.with_suffix(".tmp")
+    partial_path = format.partial_dir(path.parent, format.step_of(path))
     partial_path.mkdir(parents=True)
     try:
         _receive_checkpoint(pod, partial_path)

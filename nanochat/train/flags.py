@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from nanochat.checkpoint.format import step_of
+from nanochat.checkpoint.format import Kept, step_of
 from nanochat.common import BadInput, expand_path, flag, not_empty, read_flags
 from nanochat.data.bucket import data_place
 from nanochat.data.lanes import NUM_LANES
@@ -229,6 +229,10 @@ class RecordFlags:
     @property
     def saves(self):
         return self.save_every > 0 or self.save_every_minutes > 0
+
+    @property
+    def kept(self):
+        return Kept(self.keep_checkpoints, self.keep_every)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ from shlex import quote
 from nanochat.checkpoint import format
 from nanochat.checkpoint.meta import load_meta
 from nanochat.checkpoint.mirror import STATE_FILE, Mirror, MirrorState, patiently, run_mirror
-from nanochat.common import BadInput, Outage, get_base_dir, move_aside, say
+from nanochat.common import BadInput, get_base_dir, move_aside, say
+from nanochat.data.storage import Interruption
 from nanochat.record.observe import parse_profile_steps
 from nanochat.run.agreement import Requests
 from nanochat.run.hosts import require_alike
@@ -102,7 +103,7 @@ def prepare(flags, device_type, make_task, pod=None):
     # The first write to disk or mirror: most refusals come before and change nothing. A mirror that cannot be written
     # to is found now and not at the first save.
     mirror = open_mirror(flags) if is_first else None
-    mirror_state = reach(mirror, directory, flags.run.resume == "never")
+    mirror_state = reach_mirror(mirror, directory, flags.run.resume == "never")
     format.clean_partial(directory)
     # New files, by this process alone and before a rank opens them: an earlier process's stop must not stop this one.
     Requests(directory / REQUESTS_FILE, create=True)
@@ -140,7 +141,7 @@ def open_mirror(flags):
     record = flags.record
     if record.checkpoint_mirror is None:
         return None
-    return run_mirror(record.checkpoint_mirror, flags.run.run, format.Kept(record.keep_checkpoints, record.keep_every))
+    return run_mirror(record.checkpoint_mirror, flags.run.run, record.kept)
 
 
 def resume(task, path, is_finished, is_first):
@@ -185,7 +186,7 @@ def resumed_checkpoint(directory, mirror, pod=None):
     return agree_on_checkpoint(pod, directory, path, is_finished)
 
 
-def reach(mirror, directory, starts_over):
+def reach_mirror(mirror, directory, starts_over):
     """Writes to the mirror as a test, and waits for an unreachable one. Returns its MirrorState, which is also in the
     run's directory, or None without a mirror. Raises BadInput or Outage. starts_over: the mirror must have no
     checkpoints of an older run."""
@@ -200,7 +201,7 @@ def reach(mirror, directory, starts_over):
         try:
             mirror.try_to_write(directory)
             return mirror.whole_copies()
-        except (BadInput, Outage) as error:
+        except (BadInput, Interruption) as error:
             state.error = str(error)
             state.write(directory)
             raise

@@ -5,7 +5,6 @@ import time
 from pathlib import Path
 
 from nanochat.checkpoint import rounded, saver
-from nanochat.checkpoint.format import Kept
 from nanochat.checkpoint.mirror import Uploader
 from nanochat.checkpoint.pieces import Layout
 from nanochat.common import say
@@ -46,7 +45,7 @@ class Saves:
                 self._uploader = Uploader(run.mirror, run.directory)
                 if run.checkpoint:
                     self._uploader.upload(run.checkpoint)
-            options = saver.SaveOptions(Kept(record.keep_checkpoints, record.keep_every))
+            options = saver.SaveOptions(record.kept)
             self._saver = saver.Saver(run.directory, self._num_lanes, options, step, self._uploader, log)
 
     def wants_save(self):

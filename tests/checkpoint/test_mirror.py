@@ -11,6 +11,7 @@ from nanochat.checkpoint.mirror import Mirror, patiently, run_mirror
 from nanochat.checkpoint.pieces import load_checkpoint
 from nanochat.common import BadInput, Outage
 from nanochat.data import storage
+from nanochat.data.storage import Interruption
 from tests.buckets import OUTAGE
 from tests.checkpoint.states import save
 
@@ -157,7 +158,9 @@ def test_without_a_login_or_without_gcloud_a_bucket_is_refused(bucket, run_dir, 
 
 
 def test_an_outage_is_waited_for_with_a_line_and_ends_well_or_after_ten_minutes(bucket, run_dir, monkeypatch, capsys):
-    monkeypatch.setattr(mirror, "PAUSE_S", 0.01)
+    monkeypatch.setattr(storage, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(storage, "SAY_S", 0)
+    monkeypatch.setattr(storage.Retries, "silent_until", 0.0)
     there = run_mirror("gs://b/x", "run", Kept(1))
     outages = [OUTAGE, OUTAGE, None]
 
@@ -183,7 +186,7 @@ def test_a_gcloud_that_hangs_is_ended_with_its_helpers(run_dir, tmp_path, monkey
     monkeypatch.setattr(storage, "LOGIN_TIMEOUT_S", 1)
     monkeypatch.setattr(storage, "_tokens", {})
     monkeypatch.setattr(storage, "BLIP_S", 0)
-    with pytest.raises(Outage, match="gcloud .* has not ended after 1 s"):
+    with pytest.raises(Interruption, match="gcloud .* has not ended after 1 s"):
         run_mirror("gs://b/x", "run", Kept(1)).try_to_write(run_dir)
     helper = (tmp_path / "helper").read_text().strip()
     states = subprocess.run(["ps", "-o", "stat=", "-p", helper], capture_output=True, text=True).stdout
@@ -191,5 +194,5 @@ def test_a_gcloud_that_hangs_is_ended_with_its_helpers(run_dir, tmp_path, monkey
 
 
 def test_a_file_system_that_does_not_answer_is_an_outage():
-    with pytest.raises(Outage, match="has not answered after 0.01 s"):
+    with pytest.raises(Interruption, match="has not answered after 0.01 s"):
         mirror._within(0.01, time.sleep, 5)

@@ -9,6 +9,7 @@ from nanochat.checkpoint import mirror
 from nanochat.checkpoint.format import MODEL, Kept
 from nanochat.checkpoint.mirror import Mirror, MirrorState, Uploader, run_mirror
 from nanochat.common import BadInput, Outage
+from nanochat.data.storage import Interruption
 from scripts import base_train
 from tests.buckets import OUTAGE
 from tests.checkpoint.states import save
@@ -88,7 +89,7 @@ def test_the_wait_is_said_if_a_rounded_state_goes_first_too(run_dir, capsys):
 
         def copy(self, path, metrics, suffix="", is_cancelled=None):
             if not suffix:
-                raise Outage("closed")
+                raise Interruption("closed")
             is_waited_for.wait(60)
 
     path = save(run_dir, 1)
