@@ -1,5 +1,6 @@
 """Bits per byte: a loss that does not depend on the tokenizer, so models with different tokenizers can be compared."""
 import math
+import time
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -10,7 +11,10 @@ from nanochat.data.lanes import PADDING
 from nanochat.data.loader import Batch
 from nanochat.device.collectives import all_reduce_sum
 from nanochat.device.programs import one_program
+from nanochat.device.ranks import print0
 from nanochat.model.layers import IGNORE_INDEX
+
+PROGRESS_S = 20  # between two lines about a long evaluation
 
 
 @dataclass(frozen=True)
@@ -57,13 +61,17 @@ class HeldOutRows:
         _require_none(failed.item(), self)
 
     def __iter__(self):
-        for _ in range(self._num_batches):
+        said_at = time.monotonic()
+        for done in range(self._num_batches):
             batch = self._padding
             if self.problem is None:
                 with self._noting_a_problem():
                     batch = next(self._batches, None)
             if batch is None:
                 return
+            if time.monotonic() - said_at > PROGRESS_S:
+                said_at = time.monotonic()
+                print0(f"evaluated {done} of {self._num_batches} batches")
             yield batch
 
     def close(self):

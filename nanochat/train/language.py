@@ -1,6 +1,5 @@
 """The task of base_train: predict the next token of C++."""
 import math
-import time
 from collections.abc import Callable
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -43,7 +42,6 @@ FIM_EVAL_PART = 4  # one row of middles is evaluated for each four rows of the v
 FIM_EVAL_TOKENS = 2**17  # but no fewer tokens than these: with the shipped tokenizer, some 100 KiB of middles
 SAMPLE_PROMPTS = ("#include <", "template <typename T>\nclass", "int main(int argc, char** argv) {")
 SAMPLE_TOKENS = 48
-PROGRESS_S = 20  # between two lines of an evaluation
 EVAL_TOKENS = (2**16, 10 * 2**20)  # the fewest and the most, unless --eval_tokens is given
 
 
@@ -269,7 +267,7 @@ class LanguageTask:
         print0(f"evaluating {num_rows * seq_len:,} tokens of the validation text")
         metrics = {}
         for name, data in self.validation_sets.items():
-            text = measure(num_rows, data=data)
+            text = measure(data, num_rows)
             if not text:
                 return {}
             if not metrics:  # the first set is that of the run
@@ -279,19 +277,18 @@ class LanguageTask:
             if name:
                 metrics[f"val_bpb_{name}"] = text.bits_per_byte
         if self.flags.data.fim_rate:
-            middles = measure(max(num_rows // FIM_EVAL_PART, FIM_EVAL_TOKENS // seq_len, 1), fim_rate=1.0,
+            first_set = next(iter(self.validation_sets.values()))
+            middles = measure(first_set, max(num_rows // FIM_EVAL_PART, FIM_EVAL_TOKENS // seq_len, 1), fim_rate=1.0,
                               view=partial(with_suffixes, self.tokenizer))
             if not middles:
                 return {}
             metrics |= {"fim_bpb": middles.bits_per_byte, "fim_bytes": middles.num_bytes}
         return metrics
 
-    def _measure(self, model, dist, is_cut_short, num_rows, fim_rate=0.0, data=None, **options):
-        """Returns the Evaluation of `num_rows` of the validation text of the DataFlags `data`, by default of the first
-        set, with `fim_rate` of the documents rewritten; None if it is cut short. options: of bits_per_byte. Raises
-        NotRead."""
+    def _measure(self, model, dist, is_cut_short, data, num_rows, fim_rate=0.0, view=None):
+        """Returns the Evaluation of `num_rows` of the validation text of the DataFlags `data`, with `fim_rate` of the
+        documents rewritten; None if it is cut short. view: see bits_per_byte. Raises NotRead."""
         plan = self.plan
-        data = data or next(iter(self.validation_sets.values()))
         rows = self._rows(dist, batch_size=plan.device_batch_size, seq_len=plan.config.max_seq_len,
                           seed=self.flags.run.seed + 1)
         batches = math.ceil(num_rows / (plan.device_batch_size * plan.mesh.readers))
@@ -299,8 +296,8 @@ class LanguageTask:
         padding = torch.full((rows.batch_size, rows.seq_len + 1), PADDING, dtype=torch.int32)
         with closing(HeldOutRows(open_loader, padding, batches)) as held_out:
             held_out.require_all(dist)
-            return bits_per_byte(model, held_out, self.tokenizer.token_bytes(), dist,
-                                 _with_progress(is_cut_short, batches), copies=plan.mesh.tensor, **options)
+            return bits_per_byte(model, held_out, self.tokenizer.token_bytes(), dist, is_cut_short, view,
+                                 copies=plan.mesh.tensor)
 
     @contextmanager
     def whole_model(self, training):
@@ -340,21 +337,6 @@ class LanguageTask:
                     break
                 print0(f"--- sample at step {step}\n{prompt}{text}\n---")
         return {}
-
-
-def _with_progress(is_cut_short, batches):
-    """Returns is_cut_short, which is called for each of so many batches, with a line every PROGRESS_S seconds."""
-    done = 0
-    said_at = time.monotonic()
-
-    def next_batch():
-        nonlocal done, said_at
-        if time.monotonic() - said_at > PROGRESS_S:
-            said_at = time.monotonic()
-            print0(f"evaluated {done} of {batches} batches")
-        done += 1
-        return is_cut_short()
-    return next_batch
 
 
 def make_task(flags, device_type, world_size, directory, judge_code=None):

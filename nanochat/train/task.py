@@ -46,7 +46,7 @@ class Task(Protocol):
         """Returns the plan as lines for a person."""
 
     def identity(self):
-        """Returns {field: value} of a checkpoint's Meta that a resumed run must have in common with it."""
+        """Returns {field: value} of a checkpoint's Meta, those fields that only the task knows."""
 
     def resumed(self, path, meta):
         """Returns the task that resumes from the checkpoint at `path`, with its Meta. Raises BadInput."""

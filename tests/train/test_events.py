@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from nanochat.checkpoint.meta import Meta
 from nanochat.common import BadInput
 from nanochat.device.ranks import Dist
+from nanochat.infer import loss_eval
 from nanochat.infer.loss_eval import Evaluation
 from nanochat.model.rates import OptimConfig, lr_multiplier
 from nanochat.train import language
@@ -117,12 +118,12 @@ def test_an_evaluation_ends_with_the_batch_after_which_the_run_is_told_to_stop(s
 
 @pytest.mark.parametrize("eval_tokens, tokens, batches", [(1, 64, [1, 5]), (6400, 6400, [50, 13])])
 def test_each_evaluation_counts_its_own_batches(monkeypatch, capsys, small_task, eval_tokens, tokens, batches):
-    def read_all(model, loader, token_bytes, dist, is_cut_short, **options):
+    def read_all(model, loader, token_bytes, dist, is_cut_short, view, copies):
         assert not any(is_cut_short() for _ in loader)
         return Evaluation(1.0, 1, is_whole_text=False)
 
     monkeypatch.setattr(language, "bits_per_byte", read_all)
-    monkeypatch.setattr(language, "PROGRESS_S", -1)
+    monkeypatch.setattr(loss_eval, "PROGRESS_S", -1)
     monkeypatch.setattr(language, "FIM_EVAL_TOKENS", 640)
     task = small_task("--fim_rate=0.5", f"--eval_tokens={eval_tokens}")
     task.evaluate(SimpleNamespace(compiled_model=None), Dist("cpu", None), 0, is_cut_short=lambda: False)
