@@ -18,10 +18,10 @@ import time
 import numpy as np
 
 from nanochat.run.pod import PodError
+from nanochat.run.watchdog import MAX_RANKS
 
 STOP, SAVE, PREEMPTED = 1, 2, 3  # kinds of request; PREEMPTED: stop, because the machine is about to end
 AGREE_TIMEOUT_S = 900
-MAX_RANKS = 256
 _NEVER = 2**62
 # Offsets of the fields in the file, in numbers of 64 bits. Requests are numbered from 1. Each rank has two fields: the
 # tick it is at, and the last request whose outcome it read. _STOP_ASKED counts how often a stop was asked for.

@@ -54,8 +54,8 @@ class Pod:
         self.names = []  # of all hosts, once they have joined
         self.link = None  # for requests to the first host, once this one has joined
         self.failure = None  # the PodError with which the run ends here
-        self.handlers = {"value": self._on_value, "values": self._on_values,
-                         "failed": self._on_failed}  # kind -> function(index, message)
+        self._handlers = {"value": self._on_value, "values": self._on_values,
+                          "failed": self._on_failed}  # kind -> function(index, message)
         self.serves = {}  # kind of request -> function(connection, message), on the first host
         self._listener = None
         self._token = secrets.token_hex(16)
@@ -197,7 +197,7 @@ class Pod:
         """Sends a message, {"kind": …, …}, to the handler for its kind on the host `index`. Ignores errors: the silence
         of an unreachable host is noticed."""
         if index == self.host.index:
-            self.handlers[message["kind"]](index, message)
+            self._handlers[message["kind"]](index, message)
             return
         with suppress(OSError):
             self._members[index].send(message)
@@ -269,7 +269,7 @@ class Pod:
                 what = f"has ended without a word ({error})"
                 break
             if message["kind"] != "beat":
-                self.handlers[message["kind"]](index, message)
+                self._handlers[message["kind"]](index, message)
         if not self._is_over.is_set():
             self._fail(f"host {self.names[index]} {what}", 1)
         connection.close()

@@ -1,4 +1,5 @@
-"""The processes of a run: the number of ranks, the lock of the run's directory, and how processes end."""
+"""The processes of a run: the number of ranks, the lock of the run's directory, how ranks begin and end, and how one
+script runs another."""
 import fcntl
 import multiprocessing
 import os

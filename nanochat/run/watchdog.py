@@ -16,7 +16,7 @@ import numpy as np
 
 from nanochat.common import say
 
-MAX_RANKS = 256
+MAX_RANKS = 2**14  # of a run: the largest slice, of v5p, has 8,960 chips
 POLL_S = 0.25
 STACKS_S, MAIN_THREAD_S = 1, 20
 PHASES = ("step", "compile", "evaluate", "sample", "save", "end")

@@ -7,6 +7,7 @@ import pytest
 
 from nanochat.checkpoint import mirror, saver
 from nanochat.run import watchdog
+from nanochat.run.agreement import SAVE, RankAgreement, Requests
 from tests.run.faulty_ranks import RANKS
 
 
@@ -31,6 +32,16 @@ def test_a_rank_that_dies_or_hangs_ends_all_of_them(tmp_path, fault):
         assert process.stderr.count("in get_stuck_here") == RANKS
     else:
         assert reasons == []  # the rank itself has reported its error
+
+
+def test_a_rank_of_the_largest_slice_has_places_of_its_own(tmp_path):
+    heartbeats = watchdog.Heartbeats(tmp_path / "heartbeats", create=True)
+    heartbeats.beat(8959, "step", 5, limit_s=-1)
+    assert heartbeats.late(0).startswith(f"rank 8959 (process {os.getpid()}) has not finished a step at step 5")
+    requests = Requests(tmp_path / "requests", create=True)
+    for rank in (300, 8959):
+        RankAgreement(requests, rank, 8960).agreed_action()
+    assert not requests.is_done(1, num_ranks=1) and requests.hold(1, SAVE) == 1
 
 
 def test_a_step_may_take_twenty_times_its_usual_time():
