@@ -80,7 +80,12 @@ class Lane:
         self.row_tokens = row_tokens
         self.num_units = num_units
         self.reading = "nothing yet"  # names file and row group in messages
-        self.rows, self.next, _, _, self.waited, self.tokens, self.dropped, self.documents, _ = state
+        self.rows = state.rows
+        self.next = state.next
+        self.waited = state.waited
+        self.tokens = state.tokens
+        self.dropped = state.dropped
+        self.documents = state.documents
         # The buffer: first pieces of documents, oldest first, those that fit into a row and those that do not.
         self.short = []
         self.short_lengths = []  # number of tokens of each in `short`
@@ -140,12 +145,12 @@ class Lane:
         again = set(map(tuple, state.buffer))
         if state.pending:
             again.add(tuple(state.pending[:3]))
-        unit, document, piece = min({begin} | again)
+        unit, document, first_piece = min({begin} | again)
         rewritten = set()  # documents of which some part is needed
         if self.shared.infilling:
-            piece = 0  # the parts of a document are made from the whole text, which is piece 0
+            first_piece = 0  # the parts of a document are made from the whole text, which is piece 0
             rewritten = {ref[:2] for ref in again | {begin}}
-        for group in self._read(unit, document, piece):
+        for group in self._read(unit, document, first_piece):
             wanted = []
             for ref, text in group:
                 is_whole = text.is_last and not text.index
@@ -169,7 +174,7 @@ class Lane:
                 parts = [tokens[1:] if ref[2] else tokens]
             yield parts
 
-    def _read(self, number, document, piece):
+    def _read(self, number, document, first_piece):
         """Yields lists of (ref, TextPiece), from this piece of this document of the lane's unit `number` on."""
         while number < self.num_units:
             unit = self.shared.units.get(self.number, number)
@@ -177,14 +182,15 @@ class Lane:
                 self.shared.units.read_ahead(self.number, number + 1)
             while unit.first + document < unit.stop:
                 self.reading = f"{unit.shard.file}, row group {unit.row_group}"
-                texts, following = self.shared.units.read(unit, unit.first + document, piece, self.shared.read_bytes)
+                texts, following = self.shared.units.read(unit, unit.first + document, first_piece,
+                                                          self.shared.read_bytes)
                 document = following - unit.first
-                piece = 0
+                first_piece = 0
                 named = [((number, text.document - unit.first, text.index), text) for text in texts]
                 for i in range(0, len(named), GROUP_PIECES):
                     yield named[i:i + GROUP_PIECES]
                 if texts and not texts[-1].is_last:
-                    piece = texts[-1].index + 1
+                    first_piece = texts[-1].index + 1
             number += 1
             document = 0
 

@@ -55,12 +55,12 @@ class Rows:
 class Batch:
     rows: torch.Tensor  # int32 (batch_size, seq_len + 1)
     lanes: dict = field(repr=False)  # {lane: fields of its LaneState after this batch}, for the lanes of this rank
-    run: dict = field(repr=False)  # the settings for which the states are valid
+    settings: dict = field(repr=False)  # for which the states are valid, see settings_of
 
     @property
     def state(self):
         """The states of this rank's lanes after this batch, as {lane: JSON value}."""
-        return {lane: {"run": self.run, **LaneState(*state)._asdict()} for lane, state in self.lanes.items()}
+        return {lane: {"run": self.settings, **LaneState(*state)._asdict()} for lane, state in self.lanes.items()}
 
 
 class RowQueue:
@@ -87,7 +87,8 @@ class RowQueue:
 
     def get(self):
         """Returns the next row and the fields of the LaneState after it. Raises the error that a worker met."""
-        for row_and_state in self._block:
+        row_and_state = next(self._block, None)
+        if row_and_state is not None:
             return row_and_state
         try:
             block = self._blocks.get(timeout=TIMEOUT_S)
@@ -129,6 +130,7 @@ class DataLoader:
 
     ended = frozenset()  # see MixtureLoader
     problem = None  # see loss_eval.HeldOutRows
+    is_small = False  # whether every rank reads all of a small text, which may end before num_rows
     _part = slice(None)  # this rank's part of the rows of a batch
 
     def __init__(self, shards, tokenizer, rows, *, state=None, num_rows=None, infilling=None, threads=2):
@@ -136,23 +138,24 @@ class DataLoader:
         n_bytes = sum(shard.n_bytes for shard in shards)
         if num_rows is not None and n_bytes < SMALL_BYTES and (
                 self._n_documents < rows.num_lanes or n_bytes < SMALL_BYTES_PER_TOKEN * num_rows * rows.seq_len):
+            self.is_small = True
             self._part = slice(rows.rank, None, rows.world_size)
             rows = replace(rows, batch_size=rows.batch_size * rows.world_size, rank=0, world_size=1, num_lanes=1)
-        run = settings_of(shards, tokenizer, infilling)
+        settings = settings_of(shards, tokenizer, infilling)
         # All lanes hold text at the same time, so each gets its share; lanes count as 16 at least.
         read_bytes = READ_AHEAD_BYTES // max(16, rows.num_lanes // rows.world_size)
         self._shared = SharedByLanes(Units(shards, rows.num_lanes, rows.seed), tokenizer, read_bytes, infilling)
-        self._begin(run, rows, state, num_rows, threads)
+        self._begin(settings, rows, state, num_rows, threads)
 
     def _make_lane(self, number, state, row_tokens):
         num_units = math.inf if self._num_rows == math.inf else self._shared.units.number_in_epochs(number)
         return Lane(number, state, self._shared, row_tokens, num_units)
 
-    def _begin(self, run, rows, state, num_rows, threads):
-        """Starts at `state`. run: the settings for which it is valid, in addition to those of `rows`."""
-        run |= {"num_lanes": rows.num_lanes, "seed": rows.seed, "seq_len": rows.seq_len}
-        states = check_lane_states(state, run | {"seq_len": rows.seq_len_before or rows.seq_len}, rows.world_size)
-        self.fingerprint = run["data"]
+    def _begin(self, settings, rows, state, num_rows, threads):
+        """Starts at `state`. settings: those for which it is valid, in addition to those of `rows`."""
+        settings |= {"num_lanes": rows.num_lanes, "seed": rows.seed, "seq_len": rows.seq_len}
+        states = check_lane_states(state, settings | {"seq_len": rows.seq_len_before or rows.seq_len}, rows.world_size)
+        self.fingerprint = settings["data"]
         self.world_size = rows.world_size
         self._num_threads = threads
         # The rows that all ranks have read together, a multiple of their number (check_lane_states), and this rank's
@@ -161,15 +164,15 @@ class DataLoader:
         self._states = {lane: states[lane] for lane in range(rows.rank, rows.num_lanes, rows.world_size)}
         self._num_rows = math.inf if num_rows is None else num_rows
         self.unfinished_lanes = set(self._states)  # this rank's lanes that have not come to the end of the data
-        self._start(run, rows.batch_size)
+        self._start(settings, rows.batch_size)
 
     # Any worker may make the block of any lane, in whatever order they come to it. Rows are served in the order of
     # their numbers all the same, because __next__ asks the lane whose turn it is and waits for it alone. So neither the
     # number of threads nor their speed changes a batch.
-    def _start(self, run, batch_size):
+    def _start(self, settings, batch_size):
         """Starts the threads that make rows from the lanes' states on."""
-        self.run = run
-        self.seq_len = run["seq_len"]
+        self.settings = settings
+        self.seq_len = settings["seq_len"]
         self.batch_size = batch_size
         self._error = None
         self._wanted = queue.SimpleQueue()  # RowQueues that need their next block; None ends a worker
@@ -179,7 +182,7 @@ class DataLoader:
             lane = self._make_lane(number, LaneState(*state), self.seq_len + 1)
             num_rows = math.inf
             if self._num_rows != math.inf:
-                num_rows = len(range(number, self._num_rows, run["num_lanes"]))
+                num_rows = len(range(number, self._num_rows, settings["num_lanes"]))
             self._rows[number] = RowQueue(lane, block_rows, self._wanted, num_rows)
         self._threads = []
         for i in range(self._num_threads):
@@ -198,7 +201,7 @@ class DataLoader:
         rows = np.full((self.batch_size, self.seq_len + 1), PADDING, dtype=np.int32)
         try:
             for i in range(self.batch_size):
-                lane = self._next_row % self.run["num_lanes"]
+                lane = self._next_row % self.settings["num_lanes"]
                 if self._next_row < self._num_rows:
                     rows[i], self._states[lane] = self._rows[lane].get()
                     if rows[i, -1] == PADDING:
@@ -209,21 +212,16 @@ class DataLoader:
             raise
         if self.is_small and (rows[:, 0] == PADDING).all():
             raise StopIteration  # the text has ended, on every rank
-        return Batch(torch.from_numpy(rows)[self._part], dict(self._states), self.run)
-
-    @property
-    def is_small(self):
-        """Whether every rank reads all of a small text, which may end before num_rows."""
-        return self._part != slice(None)
+        return Batch(torch.from_numpy(rows)[self._part], dict(self._states), self.settings)
 
     def change_rows(self, batch_size, seq_len):
         """Changes the length of rows from the next batch on, as a new loader would that begins with the states of the
         last batch. Only for endless loaders without fim_rate."""
-        if self._num_rows != math.inf or "fim_rate" in self.run:
+        if self._num_rows != math.inf or "fim_rate" in self.settings:
             raise ValueError("the rows of an evaluation, and of fill in the middle, keep their length")
         # The states are those after the served rows. The lanes have read further, so new ones replace them.
         self.close()
-        self._start(self.run | {"seq_len": seq_len}, batch_size)
+        self._start(self.settings | {"seq_len": seq_len}, batch_size)
 
     @property
     def stats(self):
@@ -270,7 +268,7 @@ class SyntheticLoader(DataLoader):
         self._begin({"data": "synthetic", "tokenizer": f"{n_vocab} random tokens"}, rows, state, num_rows, threads=1)
 
     def _make_lane(self, number, state, row_tokens):
-        return RandomLane(number, state, self._n_vocab, row_tokens, self.run["seed"])
+        return RandomLane(number, state, self._n_vocab, row_tokens, self.settings["seed"])
 
 
 # Saved positions
@@ -278,24 +276,24 @@ class SyntheticLoader(DataLoader):
 
 def settings_of(shards, tokenizer, infilling):
     """Returns the settings on which the rows of the shards depend, besides those of Rows. Raises BadInput."""
-    run = {"data": fingerprint(shards), "tokenizer": tokenizer.sha256}
+    settings = {"data": fingerprint(shards), "tokenizer": tokenizer.sha256}
     if any(shard.is_packed for shard in shards):
         tokenizer.special(FILE_SEP)  # raises BadInput if it has none
     if infilling:
         require_files(shards, "fill in the middle")
-        run |= {"fim_rate": infilling.rate, "fim_kinds": list(infilling.kinds)}
+        settings |= {"fim_rate": infilling.rate, "fim_kinds": list(infilling.kinds)}
         if infilling.context:
-            run |= {"fim_context": infilling.context}
-    return run
+            settings |= {"fim_context": infilling.context}
+    return settings
 
 
-def check_lane_states(saved, run, world_size):
+def check_lane_states(saved, settings, world_size):
     """Returns {lane: LaneState} for all lanes: the `saved` states, or new ones if `saved` is None.
 
-    `saved` is {lane: JSON value} of all lanes, as Batch.state returns it; `run` is a dict of the settings that a run
-    keeps. Raises BadInput if the states do not fit the run or the number of ranks.
+    `saved` is {lane: JSON value} of all lanes, as Batch.state returns it; `settings` are those of this
+    run. Raises BadInput if the states do not fit them or the number of ranks.
     """
-    num_lanes = run["num_lanes"]
+    num_lanes = settings["num_lanes"]
     if num_lanes % world_size:
         raise BadInput(f"{num_lanes} lanes cannot be divided among {world_size} ranks: "
                        f"use {divisors_in_words(num_lanes, world_size)} ranks")
@@ -304,10 +302,10 @@ def check_lane_states(saved, run, world_size):
     lanes = {}
     for lane, fields in saved.items():
         fields = dict(fields)
-        saved_run = fields.pop("run")
-        for name in {**saved_run, **run}:  # those of fill in the middle are missing without it
-            before = saved_run.get(name, 0)
-            now = run.get(name, 0)
+        saved_settings = fields.pop("run")
+        for name in {**saved_settings, **settings}:  # those of fill in the middle are missing without it
+            before = saved_settings.get(name, 0)
+            now = settings.get(name, 0)
             if before != now:
                 raise BadInput(f"the saved position in the data is for {name} {before}, but this run has {now}: resume "
                                "with the data and the flags of the first start")

@@ -189,8 +189,8 @@ class MixtureLoader(DataLoader):
         read_bytes = READ_AHEAD_BYTES // max(16, rows.num_lanes // rows.world_size) // len(mixture.sources)
         self._of_sources = [SharedByLanes(Units(source.shards, rows.num_lanes, rows.seed), tokenizer, read_bytes,
                                           infilling) for source in mixture.sources]
-        run = settings_of(mixture.shards, tokenizer, infilling) | {"data": mixture.fingerprint}
-        self._begin(run, rows, state, None, threads)
+        settings = settings_of(mixture.shards, tokenizer, infilling) | {"data": mixture.fingerprint}
+        self._begin(settings, rows, state, None, threads)
 
     def _make_lane(self, number, state, row_tokens):
         lanes = []
@@ -204,10 +204,10 @@ class MixtureLoader(DataLoader):
 
     def _source_of(self, number, row, ended):
         """Returns the number of the source of row `row` of the lane `number`, none of those that have ended."""
-        place = row * self.run["num_lanes"] + number
+        place = row * self.settings["num_lanes"] + number
         stage = bisect_right(self._first_rows, place) - 1
         weights = list(self._mixture.stages[stage].weights)
-        point = spread(number, row, self.run["num_lanes"])
+        point = spread(number, row, self.settings["num_lanes"])
         # A resumed lane does not know yet which sources have ended. So one that has changes only its own rows: the
         # place of a row within the source's interval chooses among the others.
         while True:

@@ -44,7 +44,8 @@ class TpuType:
 
 
 # Figures from Google's "TPU versions" pages; usable HBM from the out-of-memory reports of libtpu 0.0.21. Matrix units:
-# 4 of 128 × 128 in each core of v4, v5e and v5p, 4 of 256 × 256 on v6e.
+# 4 of 128 × 128 in each core of v4, v5e and v5p, 4 of 256 × 256 on v6e. In a line: the names; FLOP/s; HBM, and what
+# programs get of it; bytes/s of HBM and links; FLOPs a cycle; dimensions; cores; chips of a host; the image.
 TPU_TYPES = {tpu.name: tpu for tpu in (
     TpuType("v4", "v4", 275e12, 32 * GIB, _gib(30.75), 1200e9, 600e9, 2**18, 3, 2, 4, "tpu-ubuntu2204-base",
             max_whole=1024, async_gathers=False),

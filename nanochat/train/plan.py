@@ -26,6 +26,7 @@ MAX_DEVICE_BYTES = 512 << 30  # more than any TPU or GPU has
 # as 524,288 = 8 × 1,024 × 8 × 8. Shorter rows are more rows: so every micro-batch of a run has equally many tokens.
 @dataclass(frozen=True)
 class Plan:
+    """What a run of base_train does. See Task.plan (task.py)."""
     config: GPTConfig
     kernel: str  # see kernels/choose.py
     dtype: torch.dtype  # of activations and products
@@ -122,7 +123,7 @@ def make_plan(flags, vocab_size, device_type, world_size, meta=None):
     kernel = plan_kernel(devices, config, device_type, mesh)
     lengths = _plan_lengths(flags, config, kernel, device_type)
     total_batch_size = plan_batch(batch, config.max_seq_len, mesh, parameters, flags.data.num_lanes, meta)
-    num_iterations = plan_horizon(batch, config, parameters, total_batch_size, lengths, flags.start)
+    num_iterations = plan_horizon(batch, config, total_batch_size, lengths, flags.start)
     return Plan(
         config=config,
         kernel=kernel,
@@ -171,7 +172,7 @@ def plan_rates(rates, start, num_iterations):
     return replace(rates, warmup_steps=0, warmdown_ratio=1 - start.first_step / num_iterations)
 
 
-def plan_horizon(batch, config, parameters, total_batch_size, lengths, start):
+def plan_horizon(batch, config, total_batch_size, lengths, start):
     """Returns the step at which a run ends, for BatchFlags and StartFlags. lengths: its length schedule.
     Raises BadInput if a run cannot have so many steps, or would end before its rows have their full length."""
     if batch.num_iterations > 0:
@@ -179,7 +180,8 @@ def plan_horizon(batch, config, parameters, total_batch_size, lengths, start):
     elif batch.target_flops > 0:
         num_iterations = _steps_to_spend(batch.target_flops, config, total_batch_size, lengths)
     else:
-        num_iterations = round(batch.target_param_data_ratio * matrix_parameters(parameters) / total_batch_size)
+        tokens = batch.target_param_data_ratio * matrix_parameters(count_parameters(config))
+        num_iterations = round(tokens / total_batch_size)
     if not 1 <= num_iterations <= MAX_STEPS:
         horizons = ("num_iterations", "target_flops", "target_param_data_ratio")
         name = next(name for name in horizons if getattr(batch, name) > 0)

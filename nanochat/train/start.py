@@ -11,7 +11,6 @@ from nanochat.common import BadInput
 from nanochat.data.tokenizer import load_tokenizer
 from nanochat.model.config import GPTConfig, config_as_flags, require_as_saved
 from nanochat.model.rates import OptimConfig, lr_multiplier
-from nanochat.model.weights import count_parameters
 from nanochat.train.flags import BatchFlags, DataFlags, DistillationFlags, StartFlags
 from nanochat.train.plan import plan_horizon, plan_rates
 from nanochat.train.prepare import run_directory
@@ -25,6 +24,7 @@ ROW_FLAGS = ("seq_len_ramp", "fim_rate", "fim_context", "num_lanes")
 
 
 class Start(NamedTuple):
+    """Another run's checkpoint, with which a run begins."""
     path: Path
     meta: Meta
     name: str  # RUN/step_000100
@@ -194,7 +194,7 @@ def _with_decay(what, flags, start, config):
     batch = saved_flags(BatchFlags, saved)
     begun = saved_flags(StartFlags, saved)
     lengths = length_schedule(batch.seq_len_ramp, config.max_seq_len)
-    horizon = plan_horizon(batch, config, count_parameters(config), start.meta.total_batch_size, lengths, begun)
+    horizon = plan_horizon(batch, config, start.meta.total_batch_size, lengths, begun)
     rates = plan_rates(saved_flags(OptimConfig, saved), begun, horizon)
     height = lr_multiplier(start.meta.step, horizon, rates)
     if height < 1:

@@ -69,7 +69,7 @@ def test_rows_are_the_same_on_any_number_of_ranks_and_wherever_a_run_resumes(dat
 def test_a_source_that_has_ended_changes_its_own_rows_alone():
     """A resumed lane learns of it only at such a row."""
     mixture = Mixture((), (Stage(0.0, (0.2, 0.3, 0.5)),))
-    loader = SimpleNamespace(_mixture=mixture, _first_rows=(0,), run={"num_lanes": 8})
+    loader = SimpleNamespace(_mixture=mixture, _first_rows=(0,), settings={"num_lanes": 8})
     places = [(lane, row) for row in range(1000) for lane in range(8)]
     before = [MixtureLoader._source_of(loader, lane, row, set()) for lane, row in places]
     after = [MixtureLoader._source_of(loader, lane, row, {0}) for lane, row in places]
