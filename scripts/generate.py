@@ -21,7 +21,7 @@ from nanochat.infer.on_mesh import MeshFlags, run_on_mesh
 from nanochat.infer.sample import Sampling
 from nanochat.model.config import GPTConfig
 
-LOOP = "chunked"  # these kernels can compute with parts of the weights
+MESH_KERNEL = "chunked"  # it can compute with parts of the weights
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def main(argv=None):
     device_type = resolve_inference_device_type(of_model.device_type)
     prepare_xla_environment(device_type)
     path = find_checkpoint(of_model.checkpoint)
-    mesh = of_mesh.mesh(GPTConfig(**load_language_meta(path).config), device_type, LOOP)
+    mesh = of_mesh.mesh(GPTConfig(**load_language_meta(path).config), device_type, MESH_KERNEL)
     prompt = of_prompt.read()
     return run_on_mesh(partial(complete, of_model, path, prompt, of_prompt.echo, sampling, mesh), mesh,
                        device_type)
@@ -58,7 +58,7 @@ def complete(of_model, path, prompt, echo, sampling, mesh, dist):
     """Completes the bytes `prompt` with the checkpoint at `path`, as one rank of a Mesh: all draw the same tokens, rank
     0 prints them."""
     model, tokenizer, meta = load_model(path, dist, tokenizer_dir=of_model.tokenizer_dir, quantize=of_model.quantize,
-                                        kernel=LOOP if mesh.divides_weights else "auto", mesh=mesh)
+                                        kernel=MESH_KERNEL if mesh.divides_weights else "auto", mesh=mesh)
 
     def say(text):
         if dist.rank == 0:

@@ -15,6 +15,7 @@ FORMAT = 1  # of a checkpoint. Whoever adds a field to Meta, or changes the mean
 
 @dataclass(frozen=True)
 class Meta:
+    """The contents of meta.json."""
     step: int  # optimizer steps completed
     config: dict  # the fields of the model's config, a GPTConfig for language
     tokenizer_sha256: str

@@ -29,6 +29,7 @@ WRITING_THREADS = 2  # files that a rank writes at the same time
 
 @dataclass(frozen=True)
 class Checkpoint:
+    """A checkpoint that was read from disk."""
     path: Path
     meta: Meta
     model_state: dict  # name -> CPU tensor, memory-mapped: copy it, never change it in place

@@ -365,8 +365,9 @@ def list_bucket(url, cache_gb=CACHE_GB):
         raise _outage(url, OUTAGE_S, error) from None
 
 
+# Listed once in a process. The endpoint is a part of the cache's key only: another server has other files.
 @cache
-def _parquet_files(url, _):
+def _parquet_files(url, of_endpoint):
     retries = Retries(url, OUTAGE_S)
     files, folders = retries.call(list_files, url)
     found = _data_in(files)

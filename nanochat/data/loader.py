@@ -53,6 +53,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Batch:
+    """A rank's rows of a batch, and the positions in the data after it."""
     rows: torch.Tensor  # int32 (batch_size, seq_len + 1)
     lanes: dict = field(repr=False)  # {lane: fields of its LaneState after this batch}, for the lanes of this rank
     settings: dict = field(repr=False)  # for which the states are valid, see settings_of
@@ -134,7 +135,7 @@ class DataLoader:
     _part = slice(None)  # this rank's part of the rows of a batch
 
     def __init__(self, shards, tokenizer, rows, *, state=None, num_rows=None, infilling=None, threads=2):
-        self._n_documents = sum(sum(shard.row_group_documents) for shard in shards)
+        self._n_documents = sum(shard.num_documents for shard in shards)
         n_bytes = sum(shard.n_bytes for shard in shards)
         if num_rows is not None and n_bytes < SMALL_BYTES and (
                 self._n_documents < rows.num_lanes or n_bytes < SMALL_BYTES_PER_TOKEN * num_rows * rows.seq_len):

@@ -42,14 +42,20 @@ SAMPLE_BYTES = 1 << 18  # of each
 
 
 class Source(NamedTuple):
+    """A folder of shards, and how often it may be read."""
     name: str
     place: str  # folder or gs://…
     epochs: float = math.inf  # at most
     val: str | None = None  # the place of its held-out text
     shards: tuple = ()  # once it is open
 
+    @property
+    def num_documents(self):
+        return sum(shard.num_documents for shard in self.shards)
+
 
 class Stage(NamedTuple):
+    """A part of the run with weights of its own."""
     begin: float  # fraction of the run's steps
     weights: tuple  # of the sources, which add up to 1
 
@@ -185,7 +191,7 @@ class MixtureLoader(DataLoader):
     def __init__(self, mixture, tokenizer, rows, first_rows, *, state=None, infilling=None, threads=2):
         self._mixture = mixture
         self._first_rows = first_rows
-        self._n_documents = sum(map(number_of_documents, mixture.sources))
+        self._n_documents = sum(source.num_documents for source in mixture.sources)
         read_bytes = READ_AHEAD_BYTES // max(16, rows.num_lanes // rows.world_size) // len(mixture.sources)
         self._of_sources = [SharedByLanes(Units(source.shards, rows.num_lanes, rows.seed), tokenizer, read_bytes,
                                           infilling) for source in mixture.sources]
@@ -204,8 +210,8 @@ class MixtureLoader(DataLoader):
 
     def _source_of(self, number, row, ended):
         """Returns the number of the source of row `row` of the lane `number`, none of those that have ended."""
-        place = row * self.settings["num_lanes"] + number
-        stage = bisect_right(self._first_rows, place) - 1
+        row_of_run = row * self.settings["num_lanes"] + number
+        stage = bisect_right(self._first_rows, row_of_run) - 1
         weights = list(self._mixture.stages[stage].weights)
         point = spread(number, row, self.settings["num_lanes"])
         # A resumed lane does not know yet which sources have ended. So one that has changes only its own rows: the
@@ -226,7 +232,7 @@ class MixtureLoader(DataLoader):
             states = [LaneState(*sources[i]) for sources in lanes if sources]
             tokens = sum(state.tokens for state in states) * self.world_size
             documents = sum(state.documents for state in states) * self.world_size
-            counts["sources"][source.name] = tokens, documents / number_of_documents(source)
+            counts["sources"][source.name] = tokens, documents / source.num_documents
         return counts
 
     @property
@@ -307,10 +313,6 @@ class MixedLane:
 
 
 # Before a run
-
-
-def number_of_documents(source):
-    return sum(sum(shard.row_group_documents) for shard in source.shards)
 
 
 def tokens_in(source, tokenizer):

@@ -71,6 +71,10 @@ class Shard:
     skip_bad: bool = False  # reading skips what it cannot decode, with a warning
     columns: tuple = (TEXT,)  # that are read
 
+    @property
+    def num_documents(self):
+        return sum(self.row_group_documents)
+
 
 class TextPiece(NamedTuple):
     """The text of a document; if it is longer than PIECE_BYTES, a part of the text of at most PIECE_BYTES."""

@@ -19,6 +19,7 @@ PROGRESS_S = 20  # between two lines about a long evaluation
 
 @dataclass(frozen=True)
 class Evaluation:
+    """The loss of a model on a text."""
     bits_per_byte: float
     num_bytes: int
     is_whole_text: bool  # the text ended before the requested rows

@@ -50,6 +50,7 @@ def default_extra_tokens(meta):
 
 @dataclass(frozen=True)
 class GapPrompt:
+    """The prompt for a gap, cut to the room that the model has."""
     head: list  # texts and Specials, up to the line at the gap
     line: str  # the beginning of that line, which the completion continues
     before: str  # the part of the prefix that is read, with `line`

@@ -81,6 +81,7 @@ class KVCache:
 
 
 class GPT(nn.Module):
+    """Predicts tokens: model(ids) are logits, model(ids, targets) losses; `kernels` are how it computes."""
 
     def __init__(self, config, kernels, compute_dtype=torch.float32, activation_checkpointing="none"):
         """kernels: layers.Kernels; compute_dtype: of activations and products; activation_checkpointing: one of

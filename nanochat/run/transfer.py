@@ -16,17 +16,18 @@ from nanochat.run.pod import PodError
 # The checkpoint to resume from
 
 
-def agree_on_checkpoint(pod, directory, path, note):
-    """Returns the path, on this host, of the checkpoint that all hosts resume from, or None; and the first host's note.
-    Hosts that lack the checkpoint receive it. Raises BadInput if only another host than the first has one.
+def agree_on_checkpoint(pod, directory, path, is_finished):
+    """Returns the path, on this host, of the checkpoint that all hosts resume from, or None; and whether the run had
+    ended with it. Hosts that lack the checkpoint receive it. Raises BadInput if only another host than the first has
+    one.
 
-    path, note: on the first host, its newest checkpoint, or None, and a JSON value.
+    path, is_finished: on the first host, its newest checkpoint, or None, and whether the run had ended with it.
     """
     if not pod.host.is_first:
         newest = format.latest(directory)
         found = {"name": newest.name} if newest else {}
     elif path:
-        found = {"name": path.name, "sums": _digest(path / SUMS), "note": note}
+        found = {"name": path.name, "sums": _digest(path / SUMS), "is_finished": is_finished}
         # Before gather: as soon as the other hosts know of the checkpoint, they ask for it.
         pod.serves["checkpoint"] = partial(_serve_checkpoint, path)
     else:
@@ -38,10 +39,10 @@ def agree_on_checkpoint(pod, directory, path, note):
                 raise BadInput(f"host {name} has {other['name']} of this run, and host {pod.names[0]}, whose disk "
                                f"counts, has no checkpoint: copy the folder {directory} there, or start over with "
                                "--resume=never")
-        return None, None
+        return None, False
     if not pod.host.is_first:
         path = obtain(pod, directory, chosen["name"], chosen["sums"])
-    return path, chosen["note"]
+    return path, chosen["is_finished"]
 
 
 def _digest(path):

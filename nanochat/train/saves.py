@@ -15,6 +15,7 @@ ROUNDED_S = 20  # for the ranks to write their parts of a rounded state
 
 
 class Saves:
+    """One rank's part in the run's checkpoints, on disk and in the mirror."""
     def __init__(self, run, dist, step, log):
         """run: a Run; step: the step of the newest checkpoint, or 0; log: the StepLog, see save_checkpoint."""
         record = run.flags.record
@@ -26,7 +27,7 @@ class Saves:
         self._saved_at = time.monotonic()
         self._log = log
         self._num_lanes = run.task.num_lanes
-        self._rounds = bool(run.mirror) and not run.link
+        self._may_round = bool(run.mirror) and not run.link  # on one host only
         self._rounded_step = None
         self._memory = _memory_dir(run.directory)
         self._link = None
@@ -68,7 +69,7 @@ class Saves:
         """
         self._saved_at = time.monotonic()
         is_new = step != self._saved_step
-        is_rounded = is_preempted and self._rounds and step != self._rounded_step
+        is_rounded = is_preempted and self._may_round and step != self._rounded_step
         if not is_new and not is_rounded:
             return
         # Every rank computes the same layout from the same sizes, and so knows its files.

@@ -19,6 +19,7 @@ from nanochat.train.start import other_model
 
 
 class Teacher(NamedTuple):
+    """A trained model, and how a run learns from it."""
     path: Path  # of its checkpoint
     config: GPTConfig
     weight: float  # of the teacher in the loss

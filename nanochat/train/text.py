@@ -60,25 +60,49 @@ def stage_rows(mixture, plan, step, lane_states):
 
 def describe_mixture(mixture, plan, tokenizer):
     """Returns lines about a Mixture in the run of a Plan: its weights, and how often it reads each source."""
-    sizes = [max(1, tokens_in(source, tokenizer)) for source in mixture.sources]
-    left = [size * source.epochs for size, source in zip(sizes, mixture.sources, strict=True)]
-    read = [0.0] * len(sizes)
-    ends = {}  # source: the step after which it has ended
     weights = []
-    begins = [stage.first_step(plan.num_iterations) for stage in mixture.stages]
-    for stage, begin, end in zip(mixture.stages, begins, [*begins[1:], plan.num_iterations], strict=True):
+    for stage in mixture.stages:
         shares = []
         for source, weight in zip(mixture.sources, stage.weights, strict=True):
             if weight:
                 shares.append(f"{source.name} {weight:.3g}")
+        begin = stage.first_step(plan.num_iterations)
         since = f"from step {begin + 1:,} on " if begin else ""
         weights.append(since + ", ".join(shares))
-        _spend(stage.weights, (max(begin, plan.start.first_step), end), plan, left, read, ends)
+    sizes = [max(1, tokens_in(source, tokenizer)) for source in mixture.sources]
+    read, ends = _read_by(plan, mixture, sizes)
     epochs = []
     for i, source in enumerate(mixture.sources):
         text = f"{source.name}: {read[i] / sizes[i]:.1f} epochs of about {format_count(round(sizes[i]))} tokens"
         epochs.append(text + (f", its last ends at about step {ends[i]:,}" if i in ends else ""))
     return [f"    mixture  {'; '.join(weights)}", f"     epochs  {'; '.join(epochs)}"]
+
+
+def _read_by(plan, mixture, sizes):
+    """Returns how many tokens the run of a Plan reads of each source of a Mixture, a list, and {number of a source: the
+    step after which it has ended}. sizes: the tokens of each source."""
+    left = [size * source.epochs for size, source in zip(sizes, mixture.sources, strict=True)]
+    read = [0.0] * len(sizes)
+    ends = {}
+    begins = [stage.first_step(plan.num_iterations) for stage in mixture.stages]
+    for stage, begin, end in zip(mixture.stages, begins, [*begins[1:], plan.num_iterations], strict=True):
+        begin = max(begin, plan.start.first_step)
+        # Until a source ends, all are read in proportion to their weights, so the next end is known: `taken` tokens
+        # lead to it, or to the last step. Then the others share its weight. So the loop turns at most once for each
+        # source and once more, however many steps there are.
+        tokens = total = plan.tokens(begin, end)
+        while tokens > 0:
+            live = {i: weight for i, weight in enumerate(stage.weights) if weight and left[i] > 0}
+            scale = sum(live.values())
+            taken = min(tokens, *(left[i] * scale / weight for i, weight in live.items()))
+            for i, weight in live.items():
+                part = taken * weight / scale
+                read[i] += part
+                left[i] = 0 if math.isclose(part, left[i]) else left[i] - part
+                if not left[i]:
+                    ends[i] = end - round((tokens - taken) / total * (end - begin))
+            tokens -= taken
+    return read, ends
 
 
 def mixture_lines(data, plan):
@@ -90,23 +114,3 @@ def mixture_lines(data, plan):
     except BadInput as error:
         return [f"how often the mixture reads its sources is unknown: {error}"]
     return describe_mixture(mixture, plan, load_tokenizer(data.tokenizer_dir))
-
-
-def _spend(weights, steps, plan, left, read, ends):
-    """Lets steps (begin, end) read from the sources by their weights, and by those of the others once one has ended."""
-    # Until a source ends, all are read in proportion to their weights, so the next end is known: `taken` tokens lead to
-    # it, or to the last step. Then the others share its weight. So the loop turns at most once for each source and once
-    # more, however many steps there are.
-    begin, end = steps
-    tokens = total = plan.tokens(begin, end)
-    while tokens > 0:
-        live = {i: weight for i, weight in enumerate(weights) if weight and left[i] > 0}
-        scale = sum(live.values())
-        taken = min(tokens, *(left[i] * scale / weight for i, weight in live.items()))
-        for i, weight in live.items():
-            part = taken * weight / scale
-            read[i] += part
-            left[i] = 0 if math.isclose(part, left[i]) else left[i] - part
-            if not left[i]:
-                ends[i] = end - round((tokens - taken) / total * (end - begin))
-        tokens -= taken

@@ -206,6 +206,7 @@ class Trainer:
 
 @dataclass(frozen=True)
 class EventsDue:
+    """What happens between two steps."""
     log: bool
     save: bool
     events: list  # of the task, in their order

@@ -149,7 +149,7 @@ def hosts(tmp_path):
 
 def agree(pods, hosts):
     newest, _ = format.latest_good(hosts[0])
-    return on_all(pods, lambda pod: agree_on_checkpoint(pod, hosts[pod.host.index], newest, {"is": "finished"}))
+    return on_all(pods, lambda pod: agree_on_checkpoint(pod, hosts[pod.host.index], newest, True))
 
 
 def test_a_host_without_the_checkpoint_or_with_a_damaged_or_newer_one_gets_that_of_the_first(hosts):
@@ -161,7 +161,7 @@ def test_a_host_without_the_checkpoint_or_with_a_damaged_or_newer_one_gets_that_
     save(hosts[1], 300)
     with joined_pods(3) as pods:
         found = agree(pods, hosts)
-    assert found == [(directory / "step_000200", {"is": "finished"}) for directory in hosts]
+    assert found == [(directory / "step_000200", True) for directory in hosts]
     assert all(format.find_problem(path) is None for path, _ in found)
     for directory in hosts[1:]:
         assert format.list_checkpoints(directory) == [directory / "step_000200"]
