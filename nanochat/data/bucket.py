@@ -66,7 +66,7 @@ def in_bucket(place):
 
 @dataclass(unsafe_hash=True)
 class LocalFile:
-    """A file on this machine, with the methods of BucketFile."""
+    """A file on this machine, with the methods of BucketFile. They open the whole file: pyarrow reads what it needs."""
     path: Path
     seen: tuple | None = field(default=None, compare=False)  # its size and time of change when it was first opened
 
@@ -337,7 +337,7 @@ def check_cache(shards, num_lanes):
     folder = _cache_folder(get_base_dir())
     limit = shards[0].file.cache_gb * 1e9
     n_bytes = sum(shard.n_bytes for shard in shards)
-    largest = max(shard.row_group_bytes for shard in shards)
+    largest = max(shard.largest_group_bytes for shard in shards)
     needed = min(n_bytes, 2 * num_lanes * (largest + 2 * BLOCK_BYTES))
     if needed > limit:
         raise BadInput(f"--data_cache_gb={limit / 1e9:g} is too small: each of {num_lanes} lanes holds two row groups, "

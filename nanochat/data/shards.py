@@ -66,7 +66,7 @@ class Shard:
     row_group_documents: tuple[int, ...]  # number of documents in each row group
     digest: str  # SHA-256 of name, size and footer
     is_packed: bool = False  # its documents are projects, see projects.py
-    row_group_bytes: int = 0  # of its largest row group, compressed
+    largest_group_bytes: int = 0  # of its largest row group, compressed
     text_bytes: int = 0  # of all its text, about
     skip_bad: bool = False  # reading skips what it cannot decode, with a warning
     columns: tuple = (TEXT,)  # that are read

@@ -25,7 +25,7 @@ class Given(NamedTuple):
     weights: Any  # this layer's slice of each stack, whole, in the dtype of x
     window: torch.Tensor | None  # int32 (), as in Kernels.attention
     tables: tuple  # further tensors, which have no gradient
-    number: torch.Tensor | None  # int32 (), see value
+    number: torch.Tensor | None  # int32 (): which block of `values` the layer adds, as in layers.LayerValues
     values: torch.Tensor | None  # (B, T, count × C_kv)
     value_width: int  # C_kv
 
