@@ -64,6 +64,10 @@ class RunFlags:
     seed: int = flag(0, "seed of the weights and of the data order", at_least=0)
     wandb_project: str = flag(os.environ.get("WANDB_PROJECT", "nanochat"), "project in WandB")
 
+    @property
+    def starts_over(self):
+        return self.resume == "never"
+
 
 @dataclass(frozen=True)
 class DeviceFlags:

@@ -219,18 +219,18 @@ def _require_memory(parameters, config, batch, device_type):
     # A lower bound. Per parameter: the weight in bf16 and the sum of its gradients in fp32. Per layer: its input in
     # bf16, for the backward pass.
     total = sum(parameters.values())
-    weights = 6 * total
-    inputs = 2 * config.n_layer * config.n_embd * batch.device_batch_size * config.max_seq_len
+    weight_bytes = 6 * total
+    input_bytes = 2 * config.n_layer * config.n_embd * batch.device_batch_size * config.max_seq_len
     available = MAX_DEVICE_BYTES
     whose = "no device has more than"
     if device_type not in ("tpu", "cuda"):
         available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         whose = "this machine has"
-    if weights + inputs > available:
+    if weight_bytes + input_bytes > available:
         raise BadInput(
             f"--depth={config.n_layer} with --model_dim={config.n_embd} is a model of {total:.3g} parameters, which "
-            f"needs at least {weights / tpu.GIB:,.1f} GiB on a device, and {inputs / tpu.GIB:,.1f} GiB more for "
-            f"--device_batch_size={batch.device_batch_size} and --max_seq_len={config.max_seq_len}; {whose} "
+            f"needs at least {weight_bytes / tpu.GIB:,.1f} GiB on a device, and {input_bytes / tpu.GIB:,.1f} GiB more "
+            f"for --device_batch_size={batch.device_batch_size} and --max_seq_len={config.max_seq_len}; {whose} "
             f"{available / tpu.GIB:,.0f} GiB: use smaller ones")
 
 

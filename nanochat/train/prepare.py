@@ -58,7 +58,7 @@ class Run:
 
     def begin(self):
         """Changes the run's folder when training begins, after the last refusal. Rank 0 only."""
-        if self.flags.run.resume == "never":
+        if self.flags.run.starts_over:
             format.set_aside_after(self.directory, -1)
         (self.directory / FINISHED_FILE).unlink(missing_ok=True)
 
@@ -103,7 +103,7 @@ def prepare(flags, device_type, make_task, pod=None):
     # The first write to disk or mirror: most refusals come before and change nothing. A mirror that cannot be written
     # to is found now and not at the first save.
     mirror = open_mirror(flags) if is_first else None
-    mirror_state = reach_mirror(mirror, directory, flags.run.resume == "never")
+    mirror_state = reach_mirror(mirror, directory, flags.run.starts_over)
     format.clean_partial(directory)
     # New files, by this process alone and before a rank opens them: an earlier process's stop must not stop this one.
     Requests(directory / REQUESTS_FILE, create=True)
@@ -111,9 +111,9 @@ def prepare(flags, device_type, make_task, pod=None):
     if flags.record.saves:
         format.check_renaming(directory)
         # Another host than the first holds only the checkpoint that it fetches.
-        format.check_disk_space(directory, task.state_bytes(), 2 if is_first else 1, flags.run.resume == "never")
+        format.check_disk_space(directory, task.state_bytes(), 2 if is_first else 1, flags.run.starts_over)
     path = finished_step = None
-    if flags.run.resume == "auto":
+    if not flags.run.starts_over:
         path, is_finished = resumed_checkpoint(directory, mirror, pod)
     elif not is_first:
         format.set_aside_after(directory, -1)  # copies of the first host's checkpoints; see Run.begin

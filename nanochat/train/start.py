@@ -65,7 +65,7 @@ class Start(NamedTuple):
 def saved_meta(flags, directory):
     """Returns the Meta of the checkpoint in a run's directory from which it resumes, or None. Raises BadInput for a
     whole checkpoint that this program cannot read."""
-    if flags.run.resume != "auto" or directory is None:
+    if flags.run.starts_over or directory is None:
         return None
     for path in reversed(format.list_checkpoints(directory)):
         # Prepare checks all files later, sets damaged checkpoints aside, and takes the one before.
