@@ -163,9 +163,9 @@ class ChunkedLoss(torch.autograd.Function):
         and its gradient with respect to the head, fp32, to those of earlier chunks, and returns the gradient of the
         chunk's hidden states. With a teacher, its hidden states and head follow the model's own; along tensor, the
         number of the heads' first row is the last constant
-    chunk_tokens: the tokens of a chunk; on XLA at most, because all chunks have one size there
+    chunk_tokens: the tokens of a chunk; in a loop at most, because all chunks have one size there
 
-    On XLA, the chunks are a loop of the program, and the backward pass adds to the head's main_grad (see
+    On XLA, more than two chunks are a loop of the program, and the backward pass adds to the head's main_grad (see
     GPT.create_main_grads).
     """
 
@@ -181,7 +181,7 @@ class ChunkedLoss(torch.autograd.Function):
             constants.insert(1, sharding.gather(teaching.head.to(hidden.dtype)))
         sums = torch.zeros((), device=hidden.device), torch.zeros_like(constants[0], dtype=torch.float32)
         ctx.is_on_xla = hidden.device.type == "xla"
-        run = _run_on_xla if ctx.is_on_xla else _run
+        run = _run_in_loop if ctx.is_on_xla and len(hidden) > 2 * chunk_tokens else _run
         (loss, d_head), d_hidden = run(body, sums, tensors, constants, chunk_tokens)
         d_head = sharding.scatter(d_head, hidden.dtype)
         # Along tensor, d_hidden covers only this rank's rows of the head: the ranks add it up. d_head needs no sum,
@@ -205,17 +205,19 @@ class ChunkedLoss(torch.autograd.Function):
 def _run(body, sums, tensors, constants, chunk_tokens):
     d_hidden = []
     for read in zip(*(tensor.split(chunk_tokens) for tensor in tensors), strict=True):
+        if d_hidden and read[0].device.type == "xla":
+            # Else XLA may hold the logits of both chunks at a time.
+            import torch_xla.core.xla_model as xm
+            read = [x.clone() for x in read]
+            xm.optimization_barrier_([*read, sums[1], d_hidden[-1]])
         sums, (d_chunk,) = body(None, sums, read, None, constants)
         d_hidden.append(d_chunk)
     return sums, torch.cat(d_hidden)
 
 
-def _run_on_xla(body, sums, tensors, constants, chunk_tokens):
+def _run_in_loop(body, sums, tensors, constants, chunk_tokens):
     chunks = [equal_chunks(tensor, chunk_tokens) for tensor in tensors]
-    if len(chunks[0]) == 1:
-        sums, (d_hidden,) = body(None, sums, [chunk[0] for chunk in chunks], None, constants)
-    else:
-        sums, (d_hidden,) = loop(body, sums, chunks, [torch.zeros_like(chunks[0])], constants)
+    sums, (d_hidden,) = loop(body, sums, chunks, [torch.zeros_like(chunks[0])], constants)
     return sums, d_hidden
 
 

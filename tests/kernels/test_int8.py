@@ -160,25 +160,27 @@ def targets():
     return found
 
 
-def loss_and_gradients(mean_loss, device, dtype=torch.float32, scales=1.0):
-    """Returns the mean loss of 96 tokens, and its gradients of hidden states and head, whose rows have `scales`."""
-    hidden = normal(96, 64).to(dtype).to(device).requires_grad_()
+def loss_and_gradients(mean_loss, device, dtype=torch.float32, scales=1.0, num_tokens=96):
+    """Returns the mean loss, and its gradients of hidden states and head, whose rows have `scales`."""
+    hidden = normal(num_tokens, 64).to(dtype).to(device).requires_grad_()
     head = (scales * normal(80, 64, seed=1)).to(dtype).to(device).requires_grad_()
     head.main_grad = torch.zeros_like(head)
-    loss = mean_loss(hidden, head, targets().to(device), CAP)
+    loss = mean_loss(hidden, head, targets()[:num_tokens].to(device), CAP)
     loss.backward()
     return [x.cpu() for x in (loss, hidden.grad, head.main_grad if head.grad is None else head.grad)]
 
 
-def test_the_loss_is_exact_of_rounded_logits_and_its_gradients_are_near_those_in_fp64():
-    loss, *gradients = loss_and_gradients(get_kernels("current", "cpu", products="int8").mean_loss, "cpu")
-    exact_loss, *exact = loss_and_gradients(full_mean_loss, "cpu", torch.float64)
+@pytest.mark.parametrize("num_tokens", [96, 95, 1])  # in two chunks, in unequal ones, in one
+def test_the_loss_is_exact_of_rounded_logits_and_its_gradients_are_near_those_in_fp64(num_tokens):
+    mean_loss = get_kernels("current", "cpu", products="int8").mean_loss
+    loss, *gradients = loss_and_gradients(mean_loss, "cpu", num_tokens=num_tokens)
+    exact_loss, *exact = loss_and_gradients(full_mean_loss, "cpu", torch.float64, num_tokens=num_tokens)
 
     def of_rounded(hidden, head, *others):
         return full_mean_loss(int8.rounded(hidden).value(), int8.rounded_weight(head).value(), *others)
 
     with torch.no_grad():
-        expected = of_rounded(normal(96, 64), normal(80, 64, seed=1), targets(), CAP)
+        expected = of_rounded(normal(num_tokens, 64), normal(80, 64, seed=1), targets()[:num_tokens], CAP)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6) and loss.item() != exact_loss.item()
     for found, tensor in zip(gradients, exact, strict=True):
         assert (found - tensor).norm() < 0.1 * tensor.norm()

@@ -56,7 +56,7 @@ def plan_on(monkeypatch):
     ("v6e-4", "--depth=16 --value_embeddings=shared --max_seq_len=2048 --device_batch_size=32", 25.52, None),
     ("v5litepod-8", "--depth=16 --value_embeddings=shared --layer_gates=on", 7.53, 4.39),
     ("v5litepod-8", "--depth=16 --value_embeddings=shared --layer_gates=on --device_batch_size=32", 14.84, None),
-    ("v6e-4", "--depth=16 --value_embeddings=shared --layer_gates=on --max_seq_len=2048", 10.55, 4.83),
+    ("v6e-4", "--depth=16 --value_embeddings=shared --layer_gates=on --max_seq_len=2048", 11.28, 4.83),
     ("v6e-4", "--depth=16 --value_embeddings=shared --layer_gates=on --max_seq_len=2048 --device_batch_size=32", 25.77,
      None)])
 def test_the_estimate_is_near_what_the_compiler_needs(plan_on, accelerator, flags, micro_step, update):
