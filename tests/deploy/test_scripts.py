@@ -8,10 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from deploy.lib import check_flags
+from nanochat.common import BadInput
+
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 VERBS = ["create", "setup", "push", "data", "train", "status", "logs", "stop_run", "fetch", "watch", "stop", "start",
          "delete", "list"]
 LIBRARIES = ["lib/common", "lib/gcloud", "lib/ssh", "lib/on_vm", "lib/look", "lib/errors"]
+BAD_BATCH = "--total_batch_size=999"  # which eight chips cannot divide
 
 
 def run(*args):
@@ -165,22 +169,33 @@ def test_watch_does_not_start_without_a_budget_that_is_a_number(flags):
     assert result.returncode == 2 and len(result.stderr.splitlines()) == 1, result.stderr
 
 
+@pytest.mark.parametrize("accelerator", ["v5litepod-8", ""])
 @pytest.mark.parametrize("flags, complaint", [
-    ("--dept=3", "--dept=3 is not a flag: did you mean --depth?"),
-    ("--run=a/b", "--run=a/b is not a plain name"),
-    ("--total_batch_size=999", "999 tokens does not divide by 65536 = device_batch_size 8 × max_seq_len 1024 × 8"),
-    ("--run=d16 --depth=16", None),
-])
-def test_a_dry_run_checks_the_flags_of_the_run(flags, complaint):
+    ("--dept=3", "--dept=3 is not a flag: did you mean --depth?"), ("--run=a/b", "--run=a/b is not a plain name"),
+    (BAD_BATCH, "999 tokens does not divide by 65536 = device_batch_size 8 × max_seq_len 1024 × 8"),
+    ("--run=d16 --depth=16", None)])
+def test_flags_that_base_train_would_refuse_are_refused(monkeypatch, accelerator, flags, complaint):
+    monkeypatch.setattr("sys.argv", ["check_flags", accelerator, *flags.split()])
+    if complaint and (accelerator or flags != BAD_BATCH):  # which needs the number of chips
+        with pytest.raises(BadInput, match=re.escape(complaint)):
+            check_flags.main()
+    else:
+        check_flags.main()
+
+
+@pytest.mark.parametrize("command, flags, complaint", [
+    ("watch.sh nano --zones=a --max_usd=1", BAD_BATCH, "999 tokens does not divide"),
+    ("watch.sh nano --zones=a --max_usd=1", "--run=d16 --depth=16", None),
+    ("train.sh 192.0.2.1", "--dept=3", "--dept=3 is not a flag"),
+    ("train.sh 192.0.2.1", BAD_BATCH, None)])  # the TPU behind an address is not known
+def test_a_dry_run_checks_the_flags_of_the_run(command, flags, complaint):
     if not (DEPLOY.parent / ".venv/bin/python").exists():
         pytest.skip("make has not installed the packages")
-    result = run(DEPLOY / "watch.sh", "nano", "--zones=a", "--max_usd=1", "--dry_run", "--", *flags.split())
-    assert result.returncode == (2 if complaint else 0) and (complaint or "+ create, setup") in result.stderr
-    result = run(DEPLOY / "train.sh", "192.0.2.1", "--dry_run", "--", *flags.split())
-    if complaint and "batch" not in complaint:  # the TPU behind an address is not known
-        assert result.returncode == 2 and complaint in result.stderr and "+ ssh" not in result.stderr
-    else:
-        assert result.returncode == 0 and "+ ssh" in result.stderr
+    script, *arguments = command.split()
+    result = run(DEPLOY / script, *arguments, "--dry_run", "--", *flags.split())
+    begins = {"watch.sh": "+ create, setup", "train.sh": "+ ssh"}[script] in result.stderr
+    assert (result.returncode, begins) == ((2, False) if complaint else (0, True))
+    assert complaint is None or complaint in result.stderr
 
 
 def test_a_dry_run_says_that_it_cannot_check_the_flags_without_the_packages(tmp_path):
