@@ -7,8 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from matplotlib import image
-from matplotlib.figure import Figure
 
 from nanochat.analysis import figures
 from nanochat.analysis.figures import Lines
@@ -33,6 +31,7 @@ def interrupted(base_dir):
 
 
 def test_reports_and_exports_mark_an_interruption_at_its_place(interrupted, tmp_path, monkeypatch):
+    from matplotlib.figure import Figure
     run = read_run(str(interrupted))
     panels = [partial(Lines("loss", "loss").draw, [run])]
     monkeypatch.setattr(figures, "save_figure", lambda path, title, of_export: panels.extend(of_export) or path)
@@ -46,6 +45,7 @@ def test_reports_and_exports_mark_an_interruption_at_its_place(interrupted, tmp_
 
 
 def test_a_report_has_the_numbers_and_pictures_of_its_runs_and_refers_to_nothing_else(interrupted, base_dir, capsys):
+    from matplotlib import image
     shutil.copytree(interrupted, base_dir / "checkpoints" / "copy")
     main(["test", str(base_dir / "checkpoints" / "copy" / "metrics.jsonl")])
     output = capsys.readouterr().out
@@ -99,6 +99,7 @@ def test_a_run_that_does_not_exist_or_has_no_records_is_bad_input(tmp_path, base
 
 
 def test_a_completion_stands_beside_the_loss(tmp_path, capsys):
+    from matplotlib import image
     records = [{"step": step, "time": float(step), "loss": 11 - step, "tokens": 100 * step} for step in range(1, 6)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     right_parts = []
@@ -116,6 +117,7 @@ def test_a_completion_stands_beside_the_loss(tmp_path, capsys):
 
 
 def test_panels_show_values_below_zero_whole_counts_and_a_legend_that_hides_nothing(base_dir, tmp_path):
+    from matplotlib.figure import Figure
     records = [{"step": step, "time": 100.0 + step, "tokens": 512 * step, "lr_multiplier": multiplier, "bad_steps": bad}
                for step, multiplier, bad in ((1, 1.0, 0), (2, 0.5, 0), (3, -0.7, 1))]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
