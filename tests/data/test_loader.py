@@ -43,15 +43,18 @@ def read_steps(shards, steps, world_size, rows_per_step=16, batch_size=None, loa
     batch_size = batch_size or rows_per_step // world_size
     loaders = [loader(shards, batch_size=batch_size, rank=rank, world_size=world_size, **options)
                for rank in range(world_size)]
-    for _ in range(steps):
-        micro_steps = []
-        for _ in range(rows_per_step // (batch_size * world_size)):
-            batches = [next(loader) for loader in loaders]
-            micro_steps += [row for rows in zip(*(batch.rows for batch in batches), strict=True) for row in rows]
-        state = {lane: saved for batch in batches for lane, saved in batch.state.items()}
-        yield torch.stack(micro_steps), as_saved(state)
-    for loader in loaders:
-        loader.close()
+    try:
+        for _ in range(steps):
+            micro_steps = []
+            for _ in range(rows_per_step // (batch_size * world_size)):
+                batches = [next(loader) for loader in loaders]
+                micro_steps += [row for rows in zip(*(batch.rows for batch in batches), strict=True) for row in rows]
+            state = {lane: saved for batch in batches for lane, saved in batch.state.items()}
+            yield torch.stack(micro_steps), as_saved(state)
+    finally:
+        # After an error, too: a thread that goes on would wait for a bucket of this test in the tests after it.
+        for loader in loaders:
+            loader.close()
 
 
 def open_synthetic(_, **options):
