@@ -10,7 +10,7 @@ import torch
 from nanochat.checkpoint.format import META, read_text
 from nanochat.common import BadInput
 
-FORMAT = 1  # of a checkpoint. Whoever adds a field to Meta, or changes the meaning of one, raises it
+FORMAT = 2  # of a checkpoint. Whoever adds a field to Meta, or changes the meaning of one, raises it
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Meta:
     rng: str  # see rng_state; "" of a model that was trained elsewhere
     wandb_id: str | None = None
     time: float | None = None  # Unix time of the save, s
-    batch_schedule: tuple = ()  # ((0, total_batch_size),)
+    total_batch_size: int = 0  # tokens (or puzzles) of an optimizer step; 0 of a model that was trained elsewhere
     interruptions: int = 0  # how often the run was resumed
     nonfinite_steps: dict = field(default_factory=dict)  # {"total": …, "in_a_row": …}
     seconds: dict = field(default_factory=dict)  # {name: seconds}, see Goodput
@@ -32,18 +32,13 @@ class Meta:
     mesh: dict = field(default_factory=dict)  # {axis: chips} on which it was trained; a resumed run may use another
     is_pause: bool = False  # the run finished or was told to stop here: the time until it resumes is not lost
 
-    @property
-    def total_batch_size(self):
-        """Tokens (or puzzles) of an optimizer step."""
-        return self.batch_schedule[0][1]
-
     def to_json(self):
         return {"format": FORMAT} | asdict(self)
 
     @classmethod
     def from_json(cls, found):
         """Returns the Meta of a JSON object. Raises TypeError if a field is missing, unknown or of another type."""
-        values = {name: _with_tuples(value) for name, value in found.items() if name != "format"}
+        values = {name: value for name, value in found.items() if name != "format"}
         needed = {each.name for each in fields(cls) if each.default is each.default_factory is MISSING}
         unlike = needed - values.keys() or values.keys() - {each.name for each in fields(cls)}
         if unlike:
@@ -54,10 +49,6 @@ class Meta:
             if not isinstance(value, each.type):
                 raise TypeError(f"{each.name} is {json.dumps(value)[:40]}")
         return meta
-
-
-def _with_tuples(value):
-    return tuple(map(_with_tuples, value)) if isinstance(value, list) else value
 
 
 def load_meta(path):

@@ -24,6 +24,7 @@ _linear = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32
 
 class Int8Matrix:
     """A weight in 8 bits. Calling it multiplies."""
+
     def __init__(self, weight, is_input_positive=False):
         """weight: fp32 (out, in); is_input_positive: no activation is below 0, so all 8 bits hold its value."""
         # Without VNNI, two products of 8 bits are added in 16 bits, which 7 bits of the activations do not overflow.

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from nanochat.device.xla_ops import loop
+from nanochat.device.xla_ops import loop, wait_for
 from nanochat.kernels.sharded import WHOLE, Sharding
 from nanochat.model.layers import IGNORE_INDEX
 from nanochat.model.logit_cap import LogitCap
@@ -206,10 +206,9 @@ def _run(body, sums, tensors, constants, chunk_tokens):
     d_hidden = []
     for read in zip(*(tensor.split(chunk_tokens) for tensor in tensors), strict=True):
         if d_hidden and read[0].device.type == "xla":
-            # Else XLA may hold the logits of both chunks at a time.
-            import torch_xla.core.xla_model as xm
+            # Else XLA may hold the logits of both chunks at a time. Clones, because parts of a tensor are views.
             read = [x.clone() for x in read]
-            xm.optimization_barrier_([*read, sums[1], d_hidden[-1]])
+            wait_for(d_hidden[-1], [*read, sums[1]])
         sums, (d_chunk,) = body(None, sums, read, None, constants)
         d_hidden.append(d_chunk)
     return sums, torch.cat(d_hidden)

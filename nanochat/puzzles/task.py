@@ -44,7 +44,7 @@ class PuzzleTask:
 
     def identity(self):
         return {"config": asdict(self.plan.config), "tokenizer_sha256": "",
-                "batch_schedule": ((0, self.plan.total_batch_size),)}
+                "total_batch_size": self.plan.total_batch_size}
 
     def resumed(self, path, meta):
         # The data comes first: with another vocabulary, a message about the config would hide the reason.

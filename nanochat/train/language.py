@@ -123,7 +123,7 @@ class LanguageTask:
 
     def identity(self):
         return {"config": asdict(self.plan.config), "tokenizer_sha256": self.tokenizer.sha256,
-                "batch_schedule": ((0, self.plan.total_batch_size),)}
+                "total_batch_size": self.plan.total_batch_size}
 
     def resumed(self, path, meta):
         config = read_config(path, meta, GPTConfig)

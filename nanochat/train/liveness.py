@@ -9,6 +9,7 @@ COMPILING_STEPS = 3  # the first steps of a process may compile
 
 class Liveness:
     """One rank's heartbeats, and its part in the agreement of all ranks."""
+
     def __init__(self, run, dist, first_step):
         """run: a Run; first_step: where this process begins."""
         self._rank = dist.rank

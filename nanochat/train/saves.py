@@ -16,6 +16,7 @@ ROUNDED_S = 20  # for the ranks to write their parts of a rounded state
 
 class Saves:
     """One rank's part in the run's checkpoints, on disk and in the mirror."""
+
     def __init__(self, run, dist, step, log):
         """run: a Run; step: the step of the newest checkpoint, or 0; log: the StepLog, see save_checkpoint."""
         record = run.flags.record

@@ -15,7 +15,7 @@ CONFIG = asdict(GPTConfig(vocab_size=270, max_seq_len=32, n_layer=2, n_embd=64, 
 
 
 def test_a_meta_is_restored_as_it_was_saved():
-    meta = make_meta(7, wandb_id="abcd1234", time=1795257657.2, batch_schedule=((0, 512),), interruptions=2,
+    meta = make_meta(7, wandb_id="abcd1234", time=1795257657.2, total_batch_size=512, interruptions=2,
                      nonfinite_steps={"total": 3, "in_a_row": 1}, seconds={"train": 20.5, "other": 1.5}, is_pause=True,
                      mesh={"data": 2, "fsdp": 4, "tensor": 1})
     saved = json.loads(json.dumps(meta.to_json()))
@@ -24,16 +24,16 @@ def test_a_meta_is_restored_as_it_was_saved():
 
 
 @pytest.mark.parametrize("change, message", [
-    ({"format": 2}, "has format 2 and this program reads format 1"),
-    ({"format": None, "format_version": 9}, "has format None and this program reads format 1"),
+    ({"format": 1}, "has format 1 and this program reads format 2"),
+    ({"format": None, "format_version": 9}, "has format None and this program reads format 2"),
     ({"config": None}, "is damaged .meta.json: config is null"),
     ({"step": "2"}, 'is damaged .meta.json: step is "2"'),
     ({"data_fingerprint": None}, "is damaged .meta.json: data_fingerprint is null"),
-    ({"batch_schedule": 5}, "is damaged .meta.json: batch_schedule is 5"),
+    ({"total_batch_size": "5"}, "is damaged .meta.json: total_batch_size is .5."),
     ({"seconds": [20]}, "is damaged .meta.json: seconds is .20."),
     ("[" * 100_000, "is damaged .meta.json: maximum recursion depth"),
     ({"a_field_of_later": 1}, "is damaged .meta.json: a_field_of_later is missing or unknown"),
-    ("{\"format\": 1}", "is damaged .meta.json: config is missing or unknown"),
+    ('{"format": 2}', "is damaged .meta.json: config is missing or unknown"),
     ("{\"step\": 4", "is damaged .meta.json: Expecting ',' delimiter"),
     ("[4]", "is damaged .meta.json: it is no JSON object.: move it away, or name another step"),
     (None, "is damaged .meta.json: No such file or directory.: move it away"),

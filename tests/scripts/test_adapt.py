@@ -65,7 +65,7 @@ def test_training_stops_once_the_held_out_files_gain_no_more(tmp_path, capsys, m
 def begun_with(steps=600, device_type="cpu", step=5000, **saved):
     """Returns the Flags of the training that adapts a run with these flags after `step` steps."""
     flags = TrainFlags().replace(data_dir="parquet/train", **saved)
-    meta = Meta(step, {}, "", "", flags.as_dict(), "", batch_schedule=((0, 8192),))
+    meta = Meta(step, {}, "", "", flags.as_dict(), "", total_batch_size=8192)
     found = adapt.training_flags(adapt.Flags(device_type=device_type), Path("a/step_005000"), meta, steps, Path("f"))
     return parse_flags(found)
 

@@ -99,9 +99,9 @@ def test_a_resumed_run_keeps_its_architecture(train, tiny):
     assert "step_000003" in resumed.stdout and "model_dim 64, num_heads 2" in resumed.stdout
     newest = newest.with_name("step_000005")
     saved = json.loads((newest / "meta.json").read_text())
-    for name, value, words in [("format", 2, "has format 2 and this program reads format 1"),
+    for name, value, words in [("format", 1, "has format 1 and this program reads format 2"),
                                ("rng", 5, "meta.json: rng is 5"), ("seconds", [1], "seconds is .1."),
-                               ("batch_schedule", "x", "batch_schedule is")]:
+                               ("total_batch_size", "x", "total_batch_size is")]:
         change_meta(newest, name, value)
         with pytest.raises(BadInput, match=words):
             main(last_of_each(*without_model, "--run=test", "--num_iterations=8"))

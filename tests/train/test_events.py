@@ -73,7 +73,7 @@ def test_a_plan_has_whole_steps_and_a_resumed_run_keeps_its_batches_and_its_end(
     try:
         plan = make_plan(flags, 256, "cpu", world_size)
         meta = Meta(step, asdict(plan.config), "", "", flags.as_dict(), "",
-                    batch_schedule=((0, plan.total_batch_size),))
+                    total_batch_size=plan.total_batch_size)
         later = make_plan(flags, 256, "cpu", later_world_size, meta)
     except BadInput as error:
         assert "\n" not in str(error)
