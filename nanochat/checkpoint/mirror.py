@@ -202,7 +202,8 @@ def _within(timeout_s, function, *args):
     except BadInput as error:
         raise BadInput(f"--checkpoint_mirror: {error}") from None
     except OSError as error:
-        problem = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        path = error.filename2 or error.filename  # the target of a copy, if it was open
+        problem = f"{path}: {error.strerror}" if path else str(error)
         if error.errno in _UNREACHABLE:
             raise Interruption(problem) from None
         raise BadInput(f"--checkpoint_mirror: {problem}: choose a directory that can be written to, or start without "

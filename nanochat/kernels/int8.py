@@ -49,12 +49,13 @@ def dithered(x, dim=-1):
     return Rows(_up_or_down(scaled, scaled * DITHER), scale)
 
 
-def dithered_by_place(x, largest):
+def dithered_by_place(x, largest, first_row=0):
     """Returns the Rows of x (n, m), dithered by the place of each number, because many of them may be equal. largest
-    (n, 1): no absolute number of a row exceeds it, so it need not be found."""
+    (n, 1): no absolute number of a row exceeds it, so it need not be found. first_row: where x begins in a larger
+    matrix; in parts with the same places, errors would add up."""
     scale = largest / LARGEST
     rows, columns = (torch.arange(size, dtype=torch.int32, device=x.device) for size in x.shape)
-    chance = _fraction(rows, ROW_STEP)[:, None] + _fraction(columns, COLUMN_STEP)
+    chance = _fraction(first_row + rows, ROW_STEP)[:, None] + _fraction(columns, COLUMN_STEP)
     return Rows(_up_or_down(x.float() / scale, chance), scale)
 
 

@@ -204,12 +204,13 @@ class ChunkedLoss(torch.autograd.Function):
 
 def _run(body, sums, tensors, constants, chunk_tokens):
     d_hidden = []
-    for read in zip(*(tensor.split(chunk_tokens) for tensor in tensors), strict=True):
+    chunks = zip(*(tensor.split(chunk_tokens) for tensor in tensors), strict=True)
+    for index, read in enumerate(chunks):
         if d_hidden and read[0].device.type == "xla":
             # Else XLA may hold the logits of both chunks at a time. Clones, because parts of a tensor are views.
             read = [x.clone() for x in read]
             wait_for(d_hidden[-1], [*read, sums[1]])
-        sums, (d_chunk,) = body(None, sums, read, None, constants)
+        sums, (d_chunk,) = body(index, sums, read, None, constants)
         d_hidden.append(d_chunk)
     return sums, torch.cat(d_hidden)
 

@@ -129,7 +129,7 @@ class Int8Body(_GradientBody):
             xm.optimization_barrier_([weights])
         scale = torch.where(targets == IGNORE_INDEX, 0.0, 1 / self.num_tokens)[:, None] / total
         # No number exceeds `total`, up to the rounding of bfloat16.
-        d = int8.dithered_by_place(_with_targets(weights, of_target), 1.01 * total)
+        d = int8.dithered_by_place(_with_targets(weights, of_target), 1.01 * total, index * len(hidden))
         d = Rows(d.integers, d.scale * scale)
         # Rounded by columns for this product. With the scales of its rows in d instead, the rows of rare tokens, whose
         # scales are small, got a gradient of noise.

@@ -1,6 +1,7 @@
 """Copies of checkpoints in a directory and in a bucket."""
 import shutil
 import subprocess
+import sys
 import time
 
 import pytest
@@ -125,6 +126,19 @@ def test_a_directory_that_cannot_be_written_to_is_refused(run_dir, tmp_path):
         run_mirror(f"{tmp_path}/file/x", "run", Kept(1)).try_to_write(run_dir)
     with pytest.raises(BadInput, match="--checkpoint_mirror: /proc/x.*: choose a directory"):
         run_mirror("/proc/x", "run", Kept(1)).try_to_write(run_dir)
+
+
+def test_a_mirror_that_takes_no_more_is_named_by_its_path_and_not_by_the_source(tmp_path):
+    (tmp_path / "source").write_bytes(bytes(100))
+    program = f"""
+import resource
+from pathlib import Path
+from nanochat.checkpoint.mirror import _copy_to_directory, _within
+resource.setrlimit(resource.RLIMIT_FSIZE, (10, 10))
+_within(60, _copy_to_directory, ["{tmp_path}/source"], Path("{tmp_path}/mirror"), lambda: False)
+"""
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
+    assert f"BadInput: --checkpoint_mirror: {tmp_path}/mirror/source.partial: File too large: choose a" in run.stderr
 
 
 @pytest.mark.parametrize("answer, words", [

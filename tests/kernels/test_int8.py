@@ -196,6 +196,21 @@ def test_small_rows_of_the_head_have_gradients_as_good_as_large_ones(small):
     assert (found - exact)[:60].norm() < 0.1 * exact[:60].norm()
 
 
+@pytest.mark.parametrize("device", ["cpu", "xla"])
+def test_the_heads_gradient_is_as_good_in_four_chunks_as_in_one(device):
+    """Hidden states are alike, so errors of the same places in all chunks would add up."""
+    hidden = normal(1, 128, seed=2) + 0.3 * normal(64, 128)
+    chunked = get_kernels("chunked", device, products="int8", chunk_tokens=16).mean_loss
+    gradients = []
+    for mean_loss, where in ((full_mean_loss, "cpu"), (chunked, "cpu" if device == "cpu" else torch_xla.device())):
+        head = (0.01 * normal(1024, 128, seed=1)).to(where).requires_grad_()
+        head.main_grad = torch.zeros_like(head)
+        mean_loss(hidden.to(where), head, 16 * torch.arange(64).to(where), CAP).backward()
+        gradients.append((head.main_grad if head.grad is None else head.grad).cpu())
+    exact, found = gradients
+    assert (found - exact).norm() < 0.08 * exact.norm()
+
+
 @pytest.mark.parametrize("kernel", ["chunked", "current"])
 def test_the_loss_on_xla_is_that_of_the_reference(kernel):
     found = loss_and_gradients(get_kernels(kernel, "xla", products="int8").mean_loss, torch_xla.device())
