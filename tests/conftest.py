@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections import Counter
 from pathlib import Path
 
@@ -129,6 +130,17 @@ def base_dir(tmp_path, monkeypatch):
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(path))
     monkeypatch.setenv("PJRT_DEVICE", "CPU")
     return path
+
+
+@pytest.fixture(autouse=True)
+def uploaders_end():
+    """Fails a test that leaves a checkpoint on its way to a mirror: it would be in the bucket of the next test."""
+    before = threading.enumerate()
+    yield
+    for thread in threading.enumerate():
+        if thread.name == "mirror" and thread not in before:
+            thread.join(10)
+            assert not thread.is_alive(), "finish the Uploader of this test"
 
 
 @pytest.fixture(scope="session")

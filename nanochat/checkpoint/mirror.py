@@ -310,6 +310,7 @@ class Uploader:
                     has_said = True
                 self._condition.wait(POLL_S)
             self._is_over = True
+            self._condition.notify_all()
             if not self._state.behind_since:
                 return True
             why = f" ({self._state.error})" if self._state.error else ""
@@ -324,9 +325,11 @@ class Uploader:
     # The thread copies the waiting checkpoint. Meanwhile `upload` may replace it, and the next turn takes the newest:
     # however slow the mirror is, no queue grows.
     def _work(self):
-        while not self._is_over:
+        while True:
             with self._condition:
-                self._condition.wait_for(lambda: self._rounded or self._waiting)
+                self._condition.wait_for(lambda: self._rounded or self._waiting or self._is_over)
+                if self._is_over:
+                    return
                 rounded = self._rounded
                 path = self._waiting
             try:

@@ -119,6 +119,7 @@ def test_a_copy_in_progress_makes_way_for_the_rounded_state(run_dir, bucket, mon
     eventually(lambda: "step_000003.rounded" in mirror.whole_copies(), 40)
     assert "step_000001 waits" in capsys.readouterr().out
     assert json.loads((run_dir / "mirror.json").read_text())["newest_copied"] is None
+    assert saves.finish_mirror(lambda: False) and mirror.whole_copies() == ["step_000003"]
 
 
 def test_weights_that_are_not_finite_never_reach_the_mirror(run_dir, tmp_path):

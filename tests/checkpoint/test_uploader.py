@@ -38,7 +38,9 @@ def test_mirror_json_says_what_is_saved_and_what_is_copied(run_dir, state, tmp_p
     assert state() == {**nothing, "newest_saved": "step_000001", "newest_copied": "step_000001"}
     assert capsys.readouterr().out.splitlines()[-1].startswith("copied step_000001 to ")
     assert there.whole_copies() == ["step_000001"]
-    begin(there, run_dir).upload(run_dir / "step_000001")  # as after a restart: there is nothing to copy
+    uploads = begin(there, run_dir)
+    uploads.upload(run_dir / "step_000001")  # as after a restart: there is nothing to copy
+    assert uploads.finish()
     assert state()["behind_since"] is None and state()["newest_copied"] == "step_000001"
 
 
