@@ -122,7 +122,11 @@ class Mirror:
             problem = format.find_problem(partial)
             if problem is None:
                 # Before the checkpoint gets its name: from then on, a start fetches only later copies.
-                self._copy([f"{self.url}/{METRICS_FILE}"], run_dir)
+                if METRICS_FILE in self._names():
+                    self._copy([f"{self.url}/{METRICS_FILE}"], run_dir)
+                else:
+                    say(f"warning: {self.url} has no {METRICS_FILE}: the run continues at {final.name}, with only the "
+                        "metrics that are on this disk")
                 move_aside(final)  # a damaged one of that step, if there is one
                 format.publish(partial, final)
                 if name.endswith(ROUNDED):
@@ -136,6 +140,13 @@ class Mirror:
     @property
     def _is_bucket(self):
         return self.url.startswith("gs://")
+
+    def _names(self):
+        """Returns the names of the files directly in the folder of the run, and perhaps of its folders."""
+        if self._is_bucket:
+            files, _ = _within(LIST_TIMEOUT_S, list_files, self.url)
+            return [os.path.basename(file.url) for file in files]
+        return _within(LIST_TIMEOUT_S, os.listdir, self.url)
 
     def _copies(self):
         """Returns {name: names of its files} of all copies, whole or not, oldest first."""

@@ -85,6 +85,17 @@ def test_what_is_damaged_on_its_way_to_a_bucket_is_sent_again(run_dir, bucket, m
     assert there.fetch(run_dir).name == "step_000001"
 
 
+def test_a_mirror_without_metrics_gives_its_checkpoint_with_a_warning(run_dir, tmp_path, bucket, capsys):
+    for place in (f"{tmp_path}/mirror", "gs://b/x"):
+        there = run_mirror(place, "run", Kept(1))
+        copy(there, run_dir, 1)
+        there._remove_files(f"{there.url}/metrics.jsonl")
+        shutil.rmtree(run_dir / "step_000001")
+        assert format.find_problem(there.fetch(run_dir)) is None
+        assert capsys.readouterr().out == (f"warning: {there.url} has no metrics.jsonl: the run continues at "
+                                           "step_000001, with only the metrics that are on this disk\n")
+
+
 def test_incomplete_and_damaged_copies_are_not_used(run_dir, folder, tmp_path, capsys):
     copy(folder, run_dir, 1, 2)
     copies = tmp_path / "mirror" / "run"
