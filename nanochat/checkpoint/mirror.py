@@ -188,8 +188,13 @@ def _copy_to_directory(sources, directory, is_cancelled):
             raise Cancelled
         target = directory / source.name
         partial = target.with_name(target.name + PARTIAL)
-        shutil.copyfile(source, partial)
-        partial.replace(target)
+        try:
+            shutil.copyfile(source, partial)
+            partial.replace(target)
+        except OSError:
+            with suppress(OSError):
+                partial.unlink()
+            raise
 
 
 # A call to a file system whose server is gone (NFS, for example) does not return, and nothing can interrupt it. So a

@@ -139,7 +139,7 @@ def test_a_directory_that_cannot_be_written_to_is_refused(run_dir, tmp_path):
         run_mirror("/proc/x", "run", Kept(1)).try_to_write(run_dir)
 
 
-def test_a_mirror_that_takes_no_more_is_named_by_its_path_and_not_by_the_source(tmp_path):
+def test_a_mirror_that_takes_no_more_is_named_and_keeps_nothing_of_the_file(tmp_path):
     (tmp_path / "source").write_bytes(bytes(100))
     program = f"""
 import resource
@@ -150,6 +150,7 @@ _within(60, _copy_to_directory, ["{tmp_path}/source"], Path("{tmp_path}/mirror")
 """
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
     assert f"BadInput: --checkpoint_mirror: {tmp_path}/mirror/source.partial: File too large: choose a" in run.stderr
+    assert not list((tmp_path / "mirror").iterdir())
 
 
 @pytest.mark.parametrize("answer, words", [
