@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 
 from tests.conftest import QUICK_START
@@ -92,12 +93,14 @@ def test_the_code_is_fetched_or_nothing_is_installed(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_notebook_runs_and_a_new_session_goes_on_from_the_newest_checkpoint(tmp_path):
+def test_the_notebook_runs_and_a_new_session_goes_on_from_the_newest_checkpoint(tmp_path, byte_tokenizer_dir):
     nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
     pytest.importorskip("ipykernel")
 
     def execute(last, num_iterations, skipped=()):
-        """Runs the cells up to `last` in a new kernel, with a small model and on two XLA devices of this CPU."""
+        """Runs the cells up to `last` in a new kernel, with a small model and on two XLA devices of this CPU. All
+        commands find the small tokenizer in the base directory, because 65,536 tokens take most of the time."""
+        shutil.copytree(byte_tokenizer_dir, tmp_path / "tmp" / "nanochat" / "tokenizer")
         notebook = nbformat.read(NOTEBOOK, as_version=4)
         for cell, source in zip(notebook.cells, sources(), strict=True):
             cell.source = in_folder(source, tmp_path)
@@ -122,7 +125,8 @@ def test_the_notebook_runs_and_a_new_session_goes_on_from_the_newest_checkpoint(
 
 def with_settings(source, num_iterations):
     """Returns the cell of settings with lines at its end for a small model on this machine."""
-    lines = f"""ACCELERATOR=v5e-1 CORPUS="--installed_headers --val_projects=torch/c10"
+    headers = pa.get_include()
+    lines = f"""ACCELERATOR=v5e-1 CORPUS="--source={headers}/arrow,{headers}/parquet --val_projects=parquet"
 MODEL="--depth=1 --max_seq_len=128 --device_batch_size=1 --total_batch_size=256 --device_type=xla --log_every=1"
 HORIZON="--num_iterations={num_iterations} --eval_tokens=2048"
 export CPU_NUM_DEVICES=2 PYTHONPATH={ROOT}:{QUICK_START} PATH={Path(sys.executable).parent}:$PATH
