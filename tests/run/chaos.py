@@ -3,7 +3,8 @@ at random moments, and compares: all losses, evaluations and the final weights m
 
     python -m tests.run.chaos --seed=1 --interruptions=27
 
-The test (test_chaos.py) runs it with 9 faults; every kind comes once before one comes again.
+The test (test_chaos.py) runs it with 9 faults; every kind comes once before one comes again. --every is the number of
+steps between two lines of the log, half of those between two checkpoints.
 The faults: SIGTERM and SIGKILL to the parent, to a rank's process and to the whole group; a full disk; the newest
 checkpoint truncated; a flipped byte in a shard (the run must refuse it, naming file and row group; then it is mended).
 The disturbed run writes to a small file system of its own, which a user namespace lets anyone mount.
@@ -48,13 +49,14 @@ def make_data(directory):
 class Trainer(Life):
     """One process of the run, whose end comes with that of this process at the latest."""
 
-    def __init__(self, base_dir, data, steps, devices):
+    def __init__(self, base_dir, data, steps, devices, every):
         environment = {key: value for key, value in os.environ.items() if key != "PJRT_DEVICE"}
         super().__init__(
             [sys.executable, "-m", "scripts.base_train", "--run=chaos", "--device_type=xla", "--depth=2",
              "--model_dim=64", "--num_heads=2", "--max_seq_len=32", "--device_batch_size=2",
-             f"--total_batch_size={64 * devices}", f"--num_iterations={steps}", "--eval_every=50", "--eval_tokens=4096",
-             "--sample_every=-1", "--save_every=10", "--keep_checkpoints=3", "--log_every=5", "--warmup_steps=5",
+             f"--total_batch_size={64 * devices}", f"--num_iterations={steps}", f"--eval_every={10 * every}",
+             "--eval_tokens=4096", "--sample_every=-1", f"--save_every={2 * every}", "--keep_checkpoints=3",
+             f"--log_every={every}", "--warmup_steps=5",
              f"--tokenizer_dir={data}/tokenizer", f"--data_dir={data}/train", f"--val_dir={data}/val"],
             {**environment, "NANOCHAT_BASE_DIR": str(base_dir), "CPU_NUM_DEVICES": str(devices),
              "WANDB_MODE": "disabled"}, TIMEOUT_S, start_new_session=True)
@@ -166,7 +168,7 @@ def result(base_dir):
             hashlib.sha256((newest / "model.safetensors").read_bytes()).hexdigest())
 
 
-def run(seed, interruptions, devices, directory, report=print):
+def run(seed, interruptions, devices, steps, every, directory, report=print):
     """Returns {fault: how often it was survived}; AssertionError or TimeoutError if one was not."""
     random.seed(seed)
     data, quiet_dir, base_dir = directory / "data", directory / "quiet", directory / "chaos"
@@ -174,12 +176,11 @@ def run(seed, interruptions, devices, directory, report=print):
     base_dir.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", base_dir], check=True)
     make_data(data)
-    steps = 25 * (interruptions + 1)
-    Trainer(quiet_dir, data, steps, devices).end(0)
+    Trainer(quiet_dir, data, steps, devices, every).end(0)
     survived, faults = collections.Counter(), []
 
     def start():
-        return Trainer(base_dir, data, steps, devices)
+        return Trainer(base_dir, data, steps, devices, every)
 
     life = start()
     for number in range(interruptions):
@@ -193,7 +194,7 @@ def run(seed, interruptions, devices, directory, report=print):
             life.end(0)
             report(f"the run was finished after {number} interruptions")
             break
-        time.sleep(random.uniform(0, 0.5))
+        time.sleep(random.uniform(0, every / 10))  # to some moment between two lines
         report(f"{number + 1}: {name}, at: {life.lines[-1]}")
         FAULTS[name](life, base_dir=base_dir, data=data, start=start)
         survived[name] += 1
@@ -215,6 +216,8 @@ def main():
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--interruptions", type=int, default=27)
     parser.add_argument("--devices", type=int, default=2)
+    parser.add_argument("--steps", type=int, help="default: 25 for each interruption, and 25")
+    parser.add_argument("--every", type=int, default=5)
     args = parser.parse_args()
     if "CHAOS_NAMESPACE" not in os.environ:
         os.environ["CHAOS_NAMESPACE"] = "1"
@@ -224,7 +227,8 @@ def main():
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as directory:
         try:
-            survived = run(args.seed, args.interruptions, args.devices, Path(directory),
+            survived = run(args.seed, args.interruptions, args.devices,
+                           args.steps or 25 * (args.interruptions + 1), args.every, Path(directory),
                            report=lambda line: print(line, flush=True))
         finally:
             subprocess.run(["umount", "--lazy", f"{directory}/chaos"], check=False)
