@@ -21,6 +21,7 @@ import math
 import os
 import queue
 import re
+import shutil
 import signal
 import subprocess
 import threading
@@ -372,14 +373,13 @@ def _token(url, stale=None):
 
 
 def _ask_gcloud(url):
-    # In a session of its own, so that its helpers end with it, and Ctrl-C reaches only the script.
-    try:
-        process = subprocess.Popen(["gcloud", "auth", "print-access-token"], stdin=subprocess.DEVNULL,
-                                   stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace",
-                                   start_new_session=True)
-    except OSError as error:
-        raise BadInput(f"{url} needs gcloud, which cannot be started here ({error.strerror}): install it, or use a "
-                       "folder of this machine") from None
+    if not shutil.which("gcloud"):
+        raise BadInput(f"{url} needs gcloud, which is not here: install it, or use a folder of this machine")
+    # In a session of its own, so that its helpers end with it, and Ctrl-C reaches only the script. When the script
+    # ends, Linux sends SIGTERM to `timeout`, which passes it on to them all.
+    process = subprocess.Popen(["setpriv", "--pdeathsig=TERM", "timeout", "--kill-after=1", "0", "gcloud", "auth",
+                                "print-access-token"], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                               stderr=subprocess.PIPE, errors="replace", start_new_session=True)
     try:
         output, said = process.communicate(timeout=LOGIN_TIMEOUT_S)
     except subprocess.TimeoutExpired:

@@ -1,5 +1,6 @@
 """Copies of checkpoints in a directory and in a bucket."""
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -204,19 +205,49 @@ def test_an_outage_is_waited_for_with_a_line_and_ends_well_or_after_ten_minutes(
         patiently(there.url, lambda: there.try_to_write(run_dir))
 
 
-def test_a_gcloud_that_hangs_is_ended_with_its_helpers(run_dir, tmp_path, monkeypatch):
-    """Its helper has inherited the pipes, so that reading from them would wait for it."""
-    (tmp_path / "gcloud").write_text(f"#!/bin/sh\nsleep 1000 &\necho $! >{tmp_path}/helper\nwait\n")
+@pytest.fixture
+def hanging_gcloud(tmp_path, monkeypatch):
+    """Puts a gcloud that hangs into $PATH. Its helper has inherited the pipes, so that reading from them would wait for
+    it. Returns the file that gets the helper's process id."""
+    (tmp_path / "gcloud").write_text(f"#!/bin/sh\nsleep 1000 &\necho $! >{tmp_path}/new\n"
+                                     f"mv {tmp_path}/new {tmp_path}/helper\nwait\n")
     (tmp_path / "gcloud").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    return tmp_path / "helper"
+
+
+def require_ended(process_id):
+    """Returns once the process has ended. Raises AssertionError if it does not within a minute."""
+    deadline = time.monotonic() + 60
+    command = ["ps", "-o", "stat=", "-p", process_id]
+    # a zombie where nothing collects orphans
+    while subprocess.run(command, capture_output=True, text=True).stdout.strip()[:1] not in ("", "Z"):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def test_a_gcloud_that_hangs_is_ended_with_its_helpers(run_dir, hanging_gcloud, monkeypatch):
     monkeypatch.setattr(storage, "LOGIN_TIMEOUT_S", 1)
     monkeypatch.setattr(storage, "_tokens", {})
     monkeypatch.setattr(storage, "BLIP_S", 0)
     with pytest.raises(Interruption, match="gcloud .* has not ended after 1 s"):
         run_mirror("gs://b/x", "run", Kept(1)).try_to_write(run_dir)
-    helper = (tmp_path / "helper").read_text().strip()
-    states = subprocess.run(["ps", "-o", "stat=", "-p", helper], capture_output=True, text=True).stdout
-    assert states.strip()[:1] in ("", "Z")  # a zombie where nothing collects orphans
+    require_ended(hanging_gcloud.read_text().strip())
+
+
+@pytest.mark.parametrize("how, status", [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)])
+def test_a_signal_to_a_script_ends_the_gcloud_that_hangs_with_its_helpers(run_dir, hanging_gcloud, how, status):
+    program = ("from nanochat.checkpoint.mirror import *; from nanochat.common import run_script; "
+               f"run_script(lambda: run_mirror('gs://b/x', 'run', Kept(1)).try_to_write('{run_dir}'))")
+    script = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                              preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))
+    while not hanging_gcloud.exists():
+        assert script.poll() is None, script.stdout.read()
+        time.sleep(0.1)
+    script.send_signal(how)
+    assert script.wait(60) == status
+    script.stdout.close()
+    require_ended(hanging_gcloud.read_text().strip())
 
 
 def test_a_file_system_that_does_not_answer_is_an_outage():
