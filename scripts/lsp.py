@@ -8,6 +8,7 @@ of the server, if it has one, is in $NANOCHAT_API_KEY.
 import logging
 import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from nanochat.common import BadInput, flag, read_flags, run_script
@@ -33,7 +34,9 @@ def main(argv=None):
 def run(server):
     """Talks to the editor until it ends."""
     logging.getLogger("pygls").setLevel(logging.CRITICAL)  # its messages contain the user's text
-    server.start_io(stdout=open(os.dup(1), "wb"))  # a copy, because pygls closes it
+    output = open(os.dup(1), "wb")  # a copy, because pygls closes it
+    # In a thread: pygls would heed Ctrl-C only once its input ends.
+    ThreadPoolExecutor(1).submit(server.start_io, stdout=output).result()
 
 
 if __name__ == "__main__":

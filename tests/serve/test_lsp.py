@@ -7,6 +7,7 @@ import asyncio
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from contextlib import asynccontextmanager
@@ -27,6 +28,8 @@ BEFORE, AFTER = SOURCE.split("    return a + b;")
 REST = "urn a + b;"
 COMMAND = (sys.executable, "-m", "scripts.lsp")
 URI = "file:///project/add.cpp"
+INITIALIZE = (b'Content-Length: 83\r\n\r\n{"jsonrpc": "2.0", "id": 1, "method": "initialize", '
+              b'"params": {"capabilities": {}}}')
 
 
 @asynccontextmanager
@@ -265,3 +268,18 @@ def test_neovims_client_keeps_the_text_in_step(client, tmp_path):
 def test_what_is_no_address_is_one_line(url):
     done = subprocess.run([*COMMAND, f"--url={url}"], capture_output=True, text=True, timeout=60, input="")
     assert done.returncode == 2 and f"--url={url} is no address" in done.stderr and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("how, status, said", [
+    (signal.SIGINT, 130, b"stopped by Ctrl-C\n"), (signal.SIGTERM, -signal.SIGTERM, b"")])
+def test_a_signal_ends_it_though_its_input_is_open(how, status, said):
+    process = subprocess.Popen(COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))
+    process.stdin.write(INITIALIZE)
+    process.stdin.flush()
+    assert process.stdout.readline().startswith(b"Content-Length: ")
+    process.send_signal(how)
+    try:
+        assert process.wait(60) == status and process.stderr.read() == said
+    finally:
+        process.communicate()
