@@ -264,7 +264,12 @@ class LanguageTask:
         # The ranks divide the same rows, so the result does not depend on their number.
         seq_len = self.plan.config.max_seq_len
         num_rows = max(self.flags.record.eval_tokens // seq_len, 1)
-        print0(f"evaluating {num_rows * seq_len:,} tokens of the validation text")
+        tokens = f"{len(self.validation_sets) * num_rows * seq_len:,} tokens of the validation text"
+        num_middle_rows = 0
+        if self.flags.data.fim_rate:
+            num_middle_rows = max(num_rows // FIM_EVAL_PART, FIM_EVAL_TOKENS // seq_len, 1)
+            tokens += f", and {num_middle_rows * seq_len:,} as fill-in-the-middle"
+        print0(f"evaluating {tokens}")
         metrics = {}
         for name, data in self.validation_sets.items():
             text = measure(data, num_rows)
@@ -276,10 +281,9 @@ class LanguageTask:
                     metrics["val_bpb"] = text.bits_per_byte
             if name:
                 metrics[f"val_bpb_{name}"] = text.bits_per_byte
-        if self.flags.data.fim_rate:
+        if num_middle_rows:
             first_set = next(iter(self.validation_sets.values()))
-            middles = measure(first_set, max(num_rows // FIM_EVAL_PART, FIM_EVAL_TOKENS // seq_len, 1), fim_rate=1.0,
-                              view=partial(with_suffixes, self.tokenizer))
+            middles = measure(first_set, num_middle_rows, fim_rate=1.0, view=partial(with_suffixes, self.tokenizer))
             if not middles:
                 return {}
             metrics |= {"fim_bpb": middles.bits_per_byte, "fim_bytes": middles.num_bytes}

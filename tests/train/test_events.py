@@ -116,8 +116,10 @@ def test_an_evaluation_ends_with_the_batch_after_which_the_run_is_told_to_stop(s
     assert found == {} and len(batches) == last
 
 
-@pytest.mark.parametrize("eval_tokens, tokens, batches", [(1, 64, [1, 5]), (6400, 6400, [50, 13])])
-def test_each_evaluation_counts_its_own_batches(monkeypatch, capsys, small_task, eval_tokens, tokens, batches):
+@pytest.mark.parametrize("eval_tokens, sets, tokens, of_middles, batches", [
+    (1, "a", 64, 640, [1, 5]), (6400, "ab", 12800, 1600, [50, 50, 13])])
+def test_each_evaluation_counts_its_own_batches(monkeypatch, capsys, small_task, corpus_dir, eval_tokens, sets, tokens,
+                                                of_middles, batches):
     def read_all(model, loader, token_bytes, dist, is_cut_short, view, copies):
         assert not any(is_cut_short() for _ in loader)
         return Evaluation(1.0, 1, is_whole_text=False)
@@ -125,7 +127,9 @@ def test_each_evaluation_counts_its_own_batches(monkeypatch, capsys, small_task,
     monkeypatch.setattr(language, "bits_per_byte", read_all)
     monkeypatch.setattr(loss_eval, "PROGRESS_S", -1)
     monkeypatch.setattr(language, "FIM_EVAL_TOKENS", 640)
-    task = small_task("--fim_rate=0.5", f"--eval_tokens={eval_tokens}")
+    places = ",".join(f"{name}={corpus_dir}/val" for name in sets)
+    task = small_task("--fim_rate=0.5", f"--eval_tokens={eval_tokens}", f"--val_dir={places}")
     task.evaluate(SimpleNamespace(compiled_model=None), Dist("cpu", None), 0, is_cut_short=lambda: False)
     lines = [f"evaluated {done} of {count} batches" for count in batches for done in range(count)]
-    assert capsys.readouterr().out.splitlines() == [f"evaluating {tokens:,} tokens of the validation text", *lines]
+    assert capsys.readouterr().out.splitlines() == [
+        f"evaluating {tokens:,} tokens of the validation text, and {of_middles:,} as fill-in-the-middle", *lines]
