@@ -28,6 +28,7 @@ from nanochat.checkpoint import format
 from nanochat.checkpoint.format import SUMS, Kept, step_of
 from nanochat.checkpoint.pieces import is_whole
 from nanochat.common import BadInput, Outage, move_aside, say, written_whole
+from nanochat.data.bucket import in_bucket
 from nanochat.data.storage import Cancelled, Interruption, Retries, copy_files, delete_files, list_files, never
 from nanochat.record.metrics import METRICS_FILE
 
@@ -47,14 +48,8 @@ _UNREACHABLE = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.
 
 
 def run_mirror(place, run, kept):
-    """Returns the Mirror of a run for the value `place` of --checkpoint_mirror. Raises BadInput if that is neither
-    gs://BUCKET/… nor a path."""
-    if re.match(r"gs://[^/]", place):
-        return Mirror(f"{place.rstrip('/')}/{run}", kept)
-    if not place or re.match(r"[A-Za-z][A-Za-z0-9+.-]*:", place):
-        raise BadInput(f"--checkpoint_mirror={place} is neither gs://BUCKET/FOLDER nor a directory: correct it (a "
-                       "directory with a colon in its name is given as ./NAME)")
-    return Mirror(str(Path(place).expanduser().absolute() / run), kept)
+    """Returns the Mirror of a run. place: as data_place returns it."""
+    return Mirror(f"{place if in_bucket(place) else Path(place).absolute()}/{run}", kept)
 
 
 @dataclass(frozen=True)
@@ -137,20 +132,16 @@ class Mirror:
             say(f"warning: {self.url}/{name} is damaged ({problem}): the one before it is used")
         return None
 
-    @property
-    def _is_bucket(self):
-        return self.url.startswith("gs://")
-
     def _names(self):
         """Returns the names of the files directly in the folder of the run, and perhaps of its folders."""
-        if self._is_bucket:
+        if in_bucket(self.url):
             files, _ = _within(LIST_TIMEOUT_S, list_files, self.url)
             return [os.path.basename(file.url) for file in files]
         return _within(LIST_TIMEOUT_S, os.listdir, self.url)
 
     def _copies(self):
         """Returns {name: names of its files} of all copies, whole or not, oldest first."""
-        if self._is_bucket:
+        if in_bucket(self.url):
             files = _within(LIST_TIMEOUT_S, list_files, self.url, "")[0]
             paths = [file.url for file in files]
         else:
@@ -165,7 +156,7 @@ class Mirror:
 
     def _copy(self, sources, directory, timeout_s=COPY_TIMEOUT_S, is_cancelled=never):
         """Copies files to a directory. The sources or the directory are in the mirror."""
-        if self._is_bucket:
+        if in_bucket(self.url):
             pairs = [(str(source), f"{directory}/{os.path.basename(source)}") for source in sources]
             _within(timeout_s, copy_files, pairs, is_cancelled)
         else:
@@ -173,7 +164,7 @@ class Mirror:
 
     def _remove_files(self, pattern, timeout_s=LIST_TIMEOUT_S):
         """Deletes the file of this URL, or with …/* the files of a folder and, in a directory, the folder."""
-        if self._is_bucket:
+        if in_bucket(self.url):
             _within(timeout_s, delete_files, pattern)
         elif pattern.endswith("/*"):
             _within(timeout_s, shutil.rmtree, pattern[:-2])

@@ -50,12 +50,13 @@ TRIES = 5  # to open a part; more than two only if the cache is so small that ot
 
 
 def data_place(text):
-    """Returns the value of a flag that names a folder of data, in a bucket or on this machine. Raises BadInput if it is
+    """Returns the value of a flag that names a folder in a bucket or on this machine. Raises BadInput if it is
     neither."""
     if re.match(r"gs://[a-z0-9][a-z0-9._-]*(/|$)", text) and text.isprintable():
         return text.rstrip("/")
-    if re.match(r"gs:|gs//|[a-z][a-z0-9+.-]*:/", text, re.IGNORECASE):
-        raise BadInput("it is neither gs://BUCKET/FOLDER nor a folder of this machine: correct it")
+    if re.match(r"gs//|[a-z][a-z0-9+.-]*:", text, re.IGNORECASE):
+        raise BadInput("it is neither gs://BUCKET/FOLDER nor a folder of this machine: correct it (a path with a "
+                       "colon is written in full)")
     return str(expand_path(text))
 
 

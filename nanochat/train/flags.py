@@ -222,7 +222,7 @@ class RecordFlags:
     keep_checkpoints: int = flag(3, "newest checkpoints to keep on disk", at_least=1)
     keep_every: int = flag(-1, "keep checkpoints of steps that are multiples of this; -1: none", at_least=1, unset=-1)
     checkpoint_mirror: str | None = flag(None, "gs://… or a directory for copies of checkpoints, from which a new VM "
-                                         "resumes; docs/training.md#the-mirror")
+                                         "resumes; docs/training.md#the-mirror", of=data_place)
     log_every: int = flag(10, "steps between lines of the log", at_least=1)
     step_timeout_s: float = flag(600.0, "end the run if a step exceeds this and 20 times the median; -1: never",
                                  above=0, unset=-1)

@@ -370,7 +370,7 @@ def test_files_that_are_not_whole_parquet_files_and_empty_folders_are_named(stor
 
 
 @pytest.mark.parametrize("place", ["gs:/x", "gs://", "gs:///x", "gs//x", "GS://x", "gs:x", "s3://x", "http://x/y",
-                                   "gs://b/\n", "gs://B/x"])
+                                   "file:///x", "host:x", "gs://b/\n", "gs://B/x"])
 def test_a_place_that_is_neither_a_bucket_nor_a_folder_is_refused(place):
     with pytest.raises(BadInput, match="neither gs://BUCKET/FOLDER"):
         data_place(place)
@@ -379,6 +379,7 @@ def test_a_place_that_is_neither_a_bucket_nor_a_folder_is_refused(place):
 def test_a_folder_stays_a_folder_and_other_flags_refuse_buckets(monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     assert data_place("~/x") == "/home/me/x" and data_place("gs://b/x/") == "gs://b/x" and data_place("gs") == "gs"
+    assert data_place("/x/a:b/./c") == "/x/a:b/c"
     with pytest.raises(BadInput, match="gs://b/x is in a bucket, .*copy it"):
         expand_path("gs://b/x")
 

@@ -53,9 +53,9 @@ def test_a_start_that_is_refused_changes_no_mark_and_moves_nothing_aside(train, 
     train("--save_every=3", "--eval_every=-1")
     before = sorted([*os.listdir(run_dir), "mirror.json"])  # which a mirror that refuses leaves behind
     for flags, words in [(["--kernel=flash"], "--kernel=flash has heads of 128"),
-                         (["--checkpoint_mirror=s3://bucket/x"], "--checkpoint_mirror=s3://bucket/x is neither"),
+                         (["--checkpoint_mirror=s3://bucket/x"], "--checkpoint_mirror=s3://bucket/x: it is neither"),
                          (["--checkpoint_mirror=/dev/null/x"], "--checkpoint_mirror: /dev/null/x/test: Not a dir"),
-                         (["--checkpoint_mirror="], "--checkpoint_mirror= is neither")]:
+                         (["--checkpoint_mirror="], "--checkpoint_mirror=: the path is empty")]:
         for start in (["--num_iterations=8"], ["--resume=never"]):
             with pytest.raises(BadInput, match=words):
                 base_train.main(last_of_each(*tiny, "--run=test", *start, *flags))
