@@ -16,7 +16,31 @@ from tests.data.test_shards import damage
 
 STEPS, ROWS_PER_STEP = 120, 16
 STOP_TIMEOUT_S = 200
+HASHES_OF_WHOLE = {}  # flags -> the hashes of a run that was not interrupted
 FIM_FLAGS = "--fim_rate=0.5", "--max_seq_len=64", f"--total_batch_size={ROWS_PER_STEP * 64}"
+
+
+def flags_of(name, tokenizer_dir, data_dir, *flags):
+    return last_of_each(
+        f"--run={name}", "--device_type=xla", "--depth=1", "--model_dim=64", "--num_heads=2", "--max_seq_len=32",
+        "--device_batch_size=4", f"--total_batch_size={ROWS_PER_STEP * 32}", f"--num_iterations={STEPS}",
+        "--eval_every=-1", "--sample_every=-1", "--save_every=1000", "--log_every=2",
+        f"--tokenizer_dir={tokenizer_dir}", f"--data_dir={data_dir}", *flags)
+
+
+@pytest.fixture
+def whole(byte_tokenizer_dir, corpus_dir, warm_ranks, tmp_path):
+    """Returns the hashes of an uninterrupted run with these flags on two devices, which tests of two files share."""
+    def run(*flags):
+        if flags not in HASHES_OF_WHOLE:
+            process = warm_ranks(2).call(
+                hash_batches.main, flags_of("whole", byte_tokenizer_dir, corpus_dir / "train", *flags),
+                HASHES=str(tmp_path / "whole"))
+            assert process.returncode == 0, process.stderr
+            HASHES_OF_WHOLE[flags] = hashes(tmp_path / "whole")
+        return HASHES_OF_WHOLE[flags]
+
+    return run
 
 
 @pytest.fixture
@@ -29,13 +53,7 @@ def train(byte_tokenizer_dir, corpus_dir, tmp_path, base_dir, warm_ranks):
         if stop_at:
             threading.Thread(target=stop_run, args=(run_dir, stop_at), daemon=True).start()
         process = warm_ranks(devices).call(
-            hash_batches.main,
-            last_of_each(
-                f"--run={name}", "--device_type=xla", "--depth=1", "--model_dim=64", "--num_heads=2",
-                "--max_seq_len=32", "--device_batch_size=4", f"--total_batch_size={ROWS_PER_STEP * 32}",
-                f"--num_iterations={STEPS}", "--eval_every=-1", "--sample_every=-1", "--save_every=1000",
-                "--log_every=2", f"--tokenizer_dir={byte_tokenizer_dir}", f"--data_dir={data_dir}", *flags),
-            HASHES=str(tmp_path / name))
+            hash_batches.main, flags_of(name, byte_tokenizer_dir, data_dir, *flags), HASHES=str(tmp_path / name))
         done = list_checkpoints(run_dir)
         return (process.returncode, process.stdout + process.stderr,
                 int(done[-1].name.removeprefix("step_")) if done else 0)
@@ -62,15 +80,14 @@ def hashes(path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", [(), FIM_FLAGS], ids=["plain", "fim"])
-def test_a_run_on_two_devices_then_one_then_four_sees_the_same_batches_at_every_step(train, tmp_path, flags):
-    assert train("whole", *flags)[0] == 0
+def test_a_run_on_two_devices_then_one_then_four_sees_the_same_batches_at_every_step(train, whole, tmp_path, flags):
     status, _, first = train("parts", *flags, devices=2, stop_at=20)
     assert status == EXIT_STATUS and 20 <= first
     status, output, second = train("parts", *flags, devices=1, stop_at=60)
     assert status == EXIT_STATUS and first < second < STEPS and "resuming from" in output
     status, output, last = train("parts", *flags, devices=4)
     assert status == 0 and last == STEPS and "resuming from" in output
-    expected, found = hashes(tmp_path / "whole"), hashes(tmp_path / "parts")
+    expected, found = whole(*flags), hashes(tmp_path / "parts")
     for step in range(STEPS):
         rows = slice(step * ROWS_PER_STEP, (step + 1) * ROWS_PER_STEP)
         assert found[rows] == expected[rows], f"step {step + 1}"

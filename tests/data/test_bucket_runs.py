@@ -11,7 +11,7 @@ from tests.buckets import gcloud  # noqa: F401
 from tests.conftest import last_of_each
 from tests.data import impatient
 from tests.data.storage import Storage
-from tests.data.test_batches import STEPS, hashes, train  # noqa: F401
+from tests.data.test_batches import STEPS, hashes, train, whole  # noqa: F401
 
 
 @pytest.fixture
@@ -58,16 +58,15 @@ def test_a_run_from_a_bucket_has_the_losses_and_evaluations_of_one_from_disk(sto
 
 
 @pytest.mark.slow
-def test_a_run_sees_the_same_batches_when_it_goes_on_from_a_bucket_and_then_from_disk(train, storage, tmp_path,  # noqa: F811
-                                                                                     base_dir, byte_tokenizer_dir):
-    assert train("whole")[0] == 0
+def test_a_run_sees_the_same_batches_when_it_goes_on_from_a_bucket_and_then_from_disk(train, whole, storage,  # noqa: F811
+                                                                                     tmp_path):
     status, _, first = train("parts", data_dir="gs://b/corpus/train", stop_at=20)
     assert status == EXIT_STATUS and 20 <= first < STEPS
     status, _, second = train("parts", devices=1, stop_at=60)
     assert status == EXIT_STATUS and first < second < STEPS
     status, output, last = train("parts", devices=4, data_dir="gs://b/corpus/train")
     assert status == 0 and last == STEPS and "resuming from" in output
-    assert hashes(tmp_path / "parts") == hashes(tmp_path / "whole")
+    assert hashes(tmp_path / "parts") == whole()
 
 
 def test_a_bucket_that_is_gone_while_a_run_trains_ends_it_with_one_line_and_status_75(storage, tiny, warm_ranks):
