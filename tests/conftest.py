@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections import Counter
 from pathlib import Path
 
 from tests.warm import CHEAP_COMPILATION, TIMEOUT_S, WarmRanks
@@ -54,11 +53,13 @@ WARM = [{"tests/checkpoint/test_pieces.py", "tests/data/test_batches.py", "tests
 # These compile for minutes, and share nothing with the other tests of their file.
 COMPILATIONS = {"test_the_chips_compile_every_kernel_at_depth_2",
                 "test_running_out_of_memory_is_foreseen_and_the_culprit_is_named"}
+# What takes longest comes first, so that the others fill the time until all end.
 LONG = ["warm ranks", "compilation", "tests/deploy/test_end_to_end.py", "tests/scripts/test_tpu_preflight.py",
-        "tests/run/test_chaos.py", "tests/run/test_pod_runs.py", "tests/run/test_stopping.py",
-        "tests/export/test_export.py", "tests/infer/test_on_mesh.py", "tests/corpus/test_ray_cluster.py",
-        "tests/test_notebook.py", "tests/kernels/test_pallas_attention.py", "tests/model/test_gpt.py",
-        "tests/serve/test_server_odd.py"]
+        "tests/run/test_pod_runs.py", "tests/run/test_stopping.py", "tests/run/test_chaos.py",
+        "tests/corpus/test_ray_cluster.py", "tests/test_bad_flags.py", "tests/judge/", "tests/scripts/test_ablate.py",
+        "tests/export/test_export.py", "tests/infer/test_on_mesh.py", "tests/test_notebook.py",
+        "tests/kernels/test_pallas_attention.py", "tests/model/test_gpt.py", "tests/serve/"]
+DEPLOY = "tests/deploy/"  # its tests wait, and hardly compute
 
 
 def group_of(nodeid):
@@ -70,39 +71,42 @@ def group_of(nodeid):
             return f"warm ranks {number}"
     if test.partition("[")[0] in COMPILATIONS:
         return f"compilation {test}"
-    return nodeid if path.startswith("tests/deploy/") else path
+    return nodeid if path.startswith(DEPLOY) else path
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
+    """As many processes as there are more than cores, but one at least, take tests of deploy/ until there are none, so
+    that the others keep the cores busy all the time."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Groups(LoadScopeScheduling):
         def _split_scope(self, nodeid):
             return group_of(nodeid)
 
+        def _assign_work_unit(self, node):
+            others = [work for other, work in self.assigned_work.items() if other is not node]
+            waiting = sum(any(group.startswith(DEPLOY) and not all(tests.values()) for group, tests in work.items())
+                          for work in others)
+            waits = waiting < max(1, self.numnodes - len(os.sched_getaffinity(0)))
+            for group in self.workqueue:
+                if group.startswith(DEPLOY) == waits:
+                    self.workqueue.move_to_end(group, last=False)
+                    break
+            super()._assign_work_unit(node)
+
     return Groups(config, log)
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items):
-    """The groups that take longest come first: the others then fill the time until all end. The tests of deploy/, which
-    wait and hardly compute, are spread among the rest."""
-    weights = Counter()  # slow tests take most of the time
-    for item in items:
-        weights[group_of(item.nodeid)] += 10 if item.get_closest_marker("slow") else 0.2
-    for number in range(len(WARM)):
-        weights[f"warm ranks {number}"] = 0  # these two keep a process each busy from the beginning
-    groups = sorted(weights, key=lambda group: next((at for at, name in enumerate(LONG) if group.startswith(name)),
-                                                    len(LONG)))
-    places = {}
-    for waits in (False, True):
-        kind = [group for group in groups if group.startswith("tests/deploy/") == waits]
-        total, before = sum(weights[group] for group in kind), 0
-        for group in kind:
-            places[group] = before / (total or 1), groups.index(group)
-            before += weights[group]
-    items.sort(key=lambda item: places[group_of(item.nodeid)])
+    """Sorts the groups by LONG, and of the tests of deploy/ the slow ones before the others."""
+    def place(item):
+        group = group_of(item.nodeid)
+        is_quick = group.startswith(DEPLOY) and not item.get_closest_marker("slow")
+        return next((at for at, name in enumerate(LONG) if group.startswith(name)), len(LONG)), is_quick
+
+    items.sort(key=place)
 
 
 # -----------------------------------------------------------------------------
