@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from nanochat.analysis.eval_rows import GapRows, ProjectRows, from_left_to_right, require_packed, without_suffixes
-from nanochat.checkpoint.format import find_checkpoint
+from nanochat.checkpoint.on_disk import find_checkpoint
 from nanochat.common import BadInput, flag, read_flags, run_script
 from nanochat.data.bucket import check_cache, in_bucket
 from nanochat.data.fim import KINDS, Infilling, check_fim

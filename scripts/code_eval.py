@@ -12,7 +12,7 @@ The prompt for a gap is that of an editor: the beginning of the gap's line comes
 from dataclasses import dataclass
 from pathlib import Path
 
-from nanochat.checkpoint.format import find_checkpoint
+from nanochat.checkpoint.on_disk import find_checkpoint
 from nanochat.common import expand_path, flag, read_flags, run_script
 from nanochat.data.shards import TextFlags
 from nanochat.device.ranks import compute_cleanup, compute_init, prepare_xla_environment, resolve_device_type

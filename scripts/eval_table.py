@@ -7,7 +7,7 @@ cores.
 from dataclasses import dataclass
 from pathlib import Path
 
-from nanochat.checkpoint.format import find_checkpoint
+from nanochat.checkpoint.on_disk import find_checkpoint
 from nanochat.common import expand_path, flag, get_base_dir, read_flags, require_writable_dir, run_script
 from nanochat.infer.load import CheckpointFlags, load_language_meta, resolve_inference_device_type, weights_of
 from nanochat.infer.sample import default_max_tokens

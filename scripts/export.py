@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 
 from nanochat.analysis import figures
 from nanochat.analysis.history import read_run
-from nanochat.checkpoint.format import MODEL, find_checkpoint
+from nanochat.checkpoint.on_disk import MODEL, find_checkpoint
 from nanochat.common import BadInput, expand_path, flag, is_disk_full, not_empty, read_flags, run_script
 from nanochat.data.tokenizer import TokenizerFlags
 from nanochat.device.ranks import Dist

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from nanochat.checkpoint.format import find_checkpoint
+from nanochat.checkpoint.on_disk import find_checkpoint
 from nanochat.common import BadInput, expand_path, flag, read_flags, read_named, run_script
 from nanochat.device.ranks import prepare_xla_environment
 from nanochat.infer.engine import Engine

@@ -9,8 +9,8 @@ their own gates, which the model here lacks.
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from nanochat.checkpoint.format import list_checkpoints
 from nanochat.checkpoint.meta import Meta
+from nanochat.checkpoint.on_disk import list_checkpoints
 from nanochat.checkpoint.saver import save_checkpoint
 from nanochat.common import BadInput, expand_path, flag, read_flags, require_writable_dir, run_script
 from nanochat.data.tokenizer import TokenizerFlags, check_tokenizer, load_tokenizer

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from nanochat.checkpoint.format import find_checkpoint
+from nanochat.checkpoint.on_disk import find_checkpoint
 from nanochat.common import BadInput, expand_path, flag, get_base_dir, read_flags, run_script
 from nanochat.device.ranks import Dist
 from nanochat.puzzles.episodes import solve

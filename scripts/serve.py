@@ -11,7 +11,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from nanochat.checkpoint.format import find_checkpoint
+from nanochat.checkpoint.on_disk import find_checkpoint
 from nanochat.common import BadInput, expand_path, flag, read_flags, read_named, run_script
 from nanochat.device.ranks import compute_cleanup, compute_init, prepare_xla_environment
 from nanochat.infer.load import ModelFlags, load_language_meta, resolve_inference_device_type

@@ -13,7 +13,7 @@ from pathlib import Path
 import rustbpe
 from tqdm import tqdm
 
-from nanochat.checkpoint.format import SUMS, sums_text
+from nanochat.checkpoint.on_disk import SUMS, sums_text
 from nanochat.common import BadInput, expand_path, flag, get_base_dir, read_flags, require_writable_dir, run_script
 from nanochat.data.projects import require_files
 from nanochat.data.shards import TextFlags, open_text, read_columns

@@ -3,8 +3,8 @@ import math
 from dataclasses import dataclass
 
 from nanochat.analysis.summary import text
-from nanochat.checkpoint.format import list_checkpoints
 from nanochat.checkpoint.meta import load_meta
+from nanochat.checkpoint.on_disk import list_checkpoints
 from nanochat.common import BadInput
 from nanochat.device.tpu import GIB
 from nanochat.record.metrics import format_duration

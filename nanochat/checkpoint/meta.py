@@ -7,7 +7,7 @@ from shlex import quote
 
 import torch
 
-from nanochat.checkpoint.format import META, read_text
+from nanochat.checkpoint.on_disk import META, read_text
 from nanochat.common import BadInput
 
 FORMAT = 2  # of a checkpoint. Whoever adds a field to Meta, or changes the meaning of one, raises it

@@ -1,7 +1,7 @@
 """The mirror: copies of a run's checkpoints in a bucket (gs://…) or in another directory.
 
     <mirror>/<run>/metrics.jsonl
-    <mirror>/<run>/step_000100/…            the files listed in format.py
+    <mirror>/<run>/step_000100/…            the files listed in on_disk.py
     <mirror>/<run>/step_000123.rounded/…    the same of a state at the notice of a preemption, see rounded.py
 
 A bucket cannot rename a folder, so SHA256SUMS is copied last and deleted first: a copy without it is not whole, and no
@@ -24,8 +24,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from nanochat.checkpoint import format
-from nanochat.checkpoint.format import SUMS, Kept, step_of
+from nanochat.checkpoint import on_disk
+from nanochat.checkpoint.on_disk import SUMS, Kept, step_of
 from nanochat.checkpoint.pieces import is_whole
 from nanochat.common import BadInput, Outage, move_aside, say, written_whole
 from nanochat.data.bucket import in_bucket
@@ -77,7 +77,7 @@ class Mirror:
         """Copies the checkpoint at `path` there, with `suffix` behind its name, and its run's file `metrics`. Raises
         Cancelled once is_cancelled() returns True."""
         name = path.name + suffix
-        self._copy([path / file for file in format.read_sums(path)], f"{self.url}/{name}", is_cancelled=is_cancelled)
+        self._copy([path / file for file in on_disk.read_sums(path)], f"{self.url}/{name}", is_cancelled=is_cancelled)
         # Before SHA256SUMS: whoever finds a whole copy finds the metrics up to its step, too.
         self._copy([metrics], self.url)
         self._copy([path / SUMS], f"{self.url}/{name}")
@@ -108,13 +108,13 @@ class Mirror:
         for name in reversed(copies):
             if step_of(name) <= after_step or not is_whole(copies[name]):
                 continue
-            final = format.final_dir(run_dir, step_of(name))
-            partial = format.partial_dir(run_dir, step_of(name))
+            final = on_disk.final_dir(run_dir, step_of(name))
+            partial = on_disk.partial_dir(run_dir, step_of(name))
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
             files = sorted(file for file in copies[name] if not file.endswith(PARTIAL))
             self._copy([f"{self.url}/{name}/{file}" for file in files], partial)
-            problem = format.find_problem(partial)
+            problem = on_disk.find_problem(partial)
             if problem is None:
                 # Before the checkpoint gets its name: from then on, a start fetches only later copies.
                 if METRICS_FILE in self._names():
@@ -123,7 +123,7 @@ class Mirror:
                     say(f"warning: {self.url} has no {METRICS_FILE}: the run continues at {final.name}, with only the "
                         "metrics that are on this disk")
                 move_aside(final)  # a damaged one of that step, if there is one
-                format.publish(partial, final)
+                on_disk.publish(partial, final)
                 if name.endswith(ROUNDED):
                     say(f"{final.name} was rounded when the VM was preempted: the run continues at its step, but not "
                         "bit for bit")

@@ -19,8 +19,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from nanochat.checkpoint.format import LANES, META, MODEL, OPTIMIZER, SUMS, index_of, sync_to_disk, tensor_files
 from nanochat.checkpoint.meta import Meta, load_meta
+from nanochat.checkpoint.on_disk import LANES, META, MODEL, OPTIMIZER, SUMS, index_of, sync_to_disk, tensor_files
 from nanochat.checkpoint.rounded import restored, rounded_sizes
 
 PIECE_BYTES = 4 * 10**9  # a file is larger only if one tensor is

@@ -15,8 +15,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from nanochat.checkpoint import format
-from nanochat.checkpoint.format import LANES, META, SUMS, Kept
+from nanochat.checkpoint import on_disk
+from nanochat.checkpoint.on_disk import LANES, META, SUMS, Kept
 from nanochat.checkpoint.pieces import Layout, remove_files, sizes_of, write_files
 from nanochat.common import Failure, is_disk_full, move_aside, say
 
@@ -50,7 +50,7 @@ def save_lane_states(run_dir, step, lane_states, options=SaveOptions()):
     disk is full, a thread retries for as long as rank 0 waits for the states. Raises any other OSError."""
     if not lane_states:
         return
-    path = format.partial_dir(run_dir, step) / f"lanes_from_{min(lane_states)}.json"
+    path = on_disk.partial_dir(run_dir, step) / f"lanes_from_{min(lane_states)}.json"
     text = json.dumps(lane_states)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -87,7 +87,7 @@ def write_part(run_dir, step, layout, model_state, optimizer_state):
     layout: the Layout of the whole checkpoint; the states: {name: tensor} of the files that this rank writes. Raises
     NotFinite, and OSError; tells rank 0 if a weight is not finite or the disk is full.
     """
-    partial = format.partial_dir(run_dir, step)
+    partial = on_disk.partial_dir(run_dir, step)
     partial.mkdir(parents=True, exist_ok=True)
     # The mark of an earlier attempt would make rank 0 abandon this one.
     (partial / FULL).unlink(missing_ok=True)
@@ -123,17 +123,17 @@ def save_checkpoint(run_dir, model_state, optimizer_state, meta, num_lanes, layo
     Raises TimeoutError if parts of other ranks are missing, OSError (ENOSPC) if the disk is full even without the old
     checkpoints, and NotFinite if another rank's weights are not finite.
     """
-    final = format.final_dir(run_dir, meta.step)
-    partial = format.partial_dir(run_dir, meta.step)
+    final = on_disk.final_dir(run_dir, meta.step)
+    partial = on_disk.partial_dir(run_dir, meta.step)
     if final.is_dir():
-        if format.find_problem(final) is None:
+        if on_disk.find_problem(final) is None:
             return final  # it holds the same state: a resumed run repeats its steps bit for bit
         move_aside(final)
     layout = layout or Layout.of(sizes_of(model_state), sizes_of(optimizer_state))
     mine = layout.files_with(model_state, optimizer_state)
     partial.mkdir(parents=True, exist_ok=True)
     # Other ranks may have written a part of it already.
-    make_room(run_dir, layout.num_bytes - format.bytes_in(partial), options.kept)
+    make_room(run_dir, layout.num_bytes - on_disk.bytes_in(partial), options.kept)
     try:
         write_files(partial, mine)
         texts = layout.indexes() | {META: json.dumps(meta.to_json(), indent=1)}
@@ -142,31 +142,31 @@ def save_checkpoint(run_dir, model_state, optimizer_state, meta, num_lanes, layo
         _wait_for_files(partial, layout.files, options.pieces_timeout_s)
         _merge_lane_states(partial, num_lanes, options.lanes_timeout_s)
         files = [partial / name for name in (*layout.files, LANES, *texts)]
-        _write_text(partial / SUMS, format.sums_text(files))
+        _write_text(partial / SUMS, on_disk.sums_text(files))
         if log:
             log.flush()
     except BaseException:
         remove_files(partial, mine)  # frees the disk; ranks may still write to the directory
         raise
-    format.publish(partial, final)
-    format.prune(run_dir, meta.step, options.kept)
+    on_disk.publish(partial, final)
+    on_disk.prune(run_dir, meta.step, options.kept)
     return final
 
 
 def make_room(run_dir, needed_bytes, kept):
     """Deletes the oldest checkpoints until `needed_bytes` are free; never the newest nor those that are kept for ever.
     Raises OSError (ENOSPC) if that is not enough."""
-    doomed = [path for path in format.list_checkpoints(run_dir)[:-1] if not kept.is_for_ever(path)]
+    doomed = [path for path in on_disk.list_checkpoints(run_dir)[:-1] if not kept.is_for_ever(path)]
     while (free := shutil.disk_usage(run_dir).free) < needed_bytes:
         if not doomed:
             raise OSError(errno.ENOSPC, f"a checkpoint takes {needed_bytes / 1e6:,.1f} MB and {free / 1e6:,.1f} MB "
                           "are free", str(run_dir))
-        format.delete(doomed.pop(0))
+        on_disk.delete(doomed.pop(0))
 
 
 def _write_text(path, text):
     path.write_text(text)
-    format.sync_to_disk(path)
+    on_disk.sync_to_disk(path)
     if path.read_text() != text:
         raise OSError(errno.EIO, "other text was read back than was written", str(path))
 
@@ -229,7 +229,7 @@ class _Wait:
 def _write_probe(path):
     try:
         path.write_bytes(bytes(PROBE_BYTES))
-        format.sync_to_disk(path)
+        on_disk.sync_to_disk(path)
     finally:
         path.unlink(missing_ok=True)
 
@@ -316,7 +316,7 @@ class Saver:
                     f"again every {self._options.retry_s} s")
             if self._superseded.wait(self._options.retry_s):
                 break
-        shutil.rmtree(format.partial_dir(self._run_dir, meta.step), ignore_errors=True)  # this state is abandoned
+        shutil.rmtree(on_disk.partial_dir(self._run_dir, meta.step), ignore_errors=True)  # this state is abandoned
 
     def _save_part(self, step, layout, model_state, optimizer_state):
         while True:
@@ -326,7 +326,7 @@ class Saver:
                 return
             except BaseException as error:
                 if not is_disk_full(error):
-                    if format.partial_dir(self._run_dir, step).is_dir():  # otherwise rank 0 has abandoned it
+                    if on_disk.partial_dir(self._run_dir, step).is_dir():  # otherwise rank 0 has abandoned it
                         self._error = error
                     return
             if self._superseded.wait(self._options.retry_s):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from nanochat.checkpoint.format import SUMS, sums_text, sync_to_disk
+from nanochat.checkpoint.on_disk import SUMS, sums_text, sync_to_disk
 from nanochat.checkpoint.pieces import save_tensors
 from nanochat.common import BadInput
 from nanochat.export.huggingface import tokenizer_json

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 from safetensors import SafetensorError
 
-from nanochat.checkpoint.format import MODEL, find_problem, sha256_of_files, tensor_files
 from nanochat.checkpoint.meta import load_meta, read_config
+from nanochat.checkpoint.on_disk import MODEL, find_problem, sha256_of_files, tensor_files
 from nanochat.checkpoint.pieces import load_tensors
 from nanochat.common import BadInput, flag, not_empty
 from nanochat.data.tokenizer import TokenizerFlags, check_tokenizer, load_tokenizer

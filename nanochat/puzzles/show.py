@@ -3,8 +3,8 @@ from pathlib import Path
 
 import numpy as np
 
-from nanochat.checkpoint.format import META, OPTIMIZER, find_problem
 from nanochat.checkpoint.meta import load_meta, read_config
+from nanochat.checkpoint.on_disk import META, OPTIMIZER, find_problem
 from nanochat.checkpoint.pieces import load_tensors
 from nanochat.common import BadInput
 from nanochat.puzzles.trm import TRM, TRMConfig

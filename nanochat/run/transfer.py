@@ -6,8 +6,8 @@ import time
 from functools import partial
 from pathlib import Path
 
-from nanochat.checkpoint import format
-from nanochat.checkpoint.format import SUMS, Kept
+from nanochat.checkpoint import on_disk
+from nanochat.checkpoint.on_disk import SUMS, Kept
 from nanochat.checkpoint.saver import save_lane_states
 from nanochat.common import BadInput, is_disk_full, move_aside, say
 from nanochat.run import wire
@@ -24,7 +24,7 @@ def agree_on_checkpoint(pod, directory, path, is_finished):
     path, is_finished: on the first host, its newest checkpoint, or None, and whether the run had ended with it.
     """
     if not pod.host.is_first:
-        newest = format.latest(directory)
+        newest = on_disk.latest(directory)
         found = {"name": newest.name} if newest else {}
     elif path:
         found = {"name": path.name, "sums": _digest(path / SUMS), "is_finished": is_finished}
@@ -53,24 +53,24 @@ def obtain(pod, directory, name, sums):
     """Returns the path, on this host's disk, of the checkpoint `name` whose SHA256SUMS has the hash `sums`. Receives it
     from the first host if it is missing or damaged, and keeps no other."""
     path = directory / name
-    is_here = (path / SUMS).is_file() and _digest(path / SUMS) == sums and format.find_problem(path) is None
+    is_here = (path / SUMS).is_file() and _digest(path / SUMS) == sums and on_disk.find_problem(path) is None
     if not is_here:
         if path.is_dir():
             move_aside(path)
         _get_checkpoint(pod, path, sums)
     # Later checkpoints here come from a branch of the run that the first host lost or never had.
-    format.set_aside_after(directory, format.step_of(path))
-    format.prune(directory, format.step_of(path), Kept(1))
+    on_disk.set_aside_after(directory, on_disk.step_of(path))
+    on_disk.prune(directory, on_disk.step_of(path), Kept(1))
     return path
 
 
 def _get_checkpoint(pod, path, sums):
     started = time.monotonic()
-    partial_path = format.partial_dir(path.parent, format.step_of(path))
+    partial_path = on_disk.partial_dir(path.parent, on_disk.step_of(path))
     partial_path.mkdir(parents=True)
     try:
         _receive_checkpoint(pod, partial_path)
-        problem = format.find_problem(partial_path)
+        problem = on_disk.find_problem(partial_path)
         if _digest(partial_path / SUMS) != sums:
             problem = "its SHA256SUMS is another"
     except OSError as error:
@@ -81,7 +81,7 @@ def _get_checkpoint(pod, path, sums):
         problem = str(error)
     if problem:
         raise PodError(f"{path.name} was not received whole from host {pod.names[0]}: {problem}", 1)
-    format.publish(partial_path, path)
+    on_disk.publish(partial_path, path)
     say(f"received {path.name} from host {pod.names[0]} in {time.monotonic() - started:.1f} s")
 
 
@@ -94,7 +94,7 @@ def _receive_checkpoint(pod, folder):
 
 def _serve_checkpoint(path, connection, message):
     connection.settimeout(wire.REQUEST_TIMEOUT_S)
-    names = [*format.read_sums(path), SUMS]
+    names = [*on_disk.read_sums(path), SUMS]
     wire.send(connection, {"files": names})
     for name in names:
         wire.send_file(connection, path / name)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from nanochat.checkpoint.format import Kept, step_of
+from nanochat.checkpoint.on_disk import Kept, step_of
 from nanochat.common import BadInput, expand_path, flag, not_empty, read_flags
 from nanochat.data.bucket import data_place
 from nanochat.data.lanes import NUM_LANES

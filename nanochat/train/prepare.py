@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
 
-from nanochat.checkpoint import format
+from nanochat.checkpoint import on_disk
 from nanochat.checkpoint.meta import load_meta
 from nanochat.checkpoint.mirror import STATE_FILE, Mirror, MirrorState, patiently, run_mirror
 from nanochat.common import BadInput, get_base_dir, move_aside, say
@@ -59,7 +59,7 @@ class Run:
     def begin(self):
         """Changes the run's folder when training begins, after the last refusal. Rank 0 only."""
         if self.flags.run.starts_over:
-            format.set_aside_after(self.directory, -1)
+            on_disk.set_aside_after(self.directory, -1)
         (self.directory / FINISHED_FILE).unlink(missing_ok=True)
 
     def mark_finished(self):
@@ -104,19 +104,19 @@ def prepare(flags, device_type, make_task, pod=None):
     # to is found now and not at the first save.
     mirror = open_mirror(flags) if is_first else None
     mirror_state = reach_mirror(mirror, directory, flags.run.starts_over)
-    format.clean_partial(directory)
+    on_disk.clean_partial(directory)
     # New files, by this process alone and before a rank opens them: an earlier process's stop must not stop this one.
     Requests(directory / REQUESTS_FILE, create=True)
     Heartbeats(directory / HEARTBEATS_FILE, create=True)
     if flags.record.saves:
-        format.check_renaming(directory)
+        on_disk.check_renaming(directory)
         # Another host than the first holds only the checkpoint that it fetches.
-        format.check_disk_space(directory, task.state_bytes(), 2 if is_first else 1, flags.run.starts_over)
+        on_disk.check_disk_space(directory, task.state_bytes(), 2 if is_first else 1, flags.run.starts_over)
     path = finished_step = None
     if not flags.run.starts_over:
         path, is_finished = resumed_checkpoint(directory, mirror, pod)
     elif not is_first:
-        format.set_aside_after(directory, -1)  # copies of the first host's checkpoints; see Run.begin
+        on_disk.set_aside_after(directory, -1)  # copies of the first host's checkpoints; see Run.begin
     if path:
         task, finished_step = resume(task, path, is_finished, is_first)
     else:
@@ -220,9 +220,9 @@ def reach_mirror(mirror, directory, starts_over):
 def newest_checkpoint(directory, mirror):
     """Returns the path of a run's newest undamaged checkpoint, or None if the run has none. Fetches it if only the
     mirror has it. Raises Outage, and BadInput if all checkpoints are damaged."""
-    path, damaged = format.latest_good(directory)
+    path, damaged = on_disk.latest_good(directory)
     if mirror:
-        step = format.step_of(path) if path else -1
+        step = on_disk.step_of(path) if path else -1
         path = patiently(mirror.url, lambda: mirror.fetch(directory, after_step=step)) or path
         if not path and MirrorState.read(directory).newest_copied:
             raise BadInput(f"all checkpoints in {mirror.url} are damaged: put whole copies in their place, or choose "

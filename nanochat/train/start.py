@@ -4,7 +4,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import NamedTuple
 
-from nanochat.checkpoint import format
+from nanochat.checkpoint import on_disk
 from nanochat.checkpoint.meta import Meta, load_meta, read_config, require_same
 from nanochat.checkpoint.pieces import load_lane_states, load_tensors
 from nanochat.common import BadInput
@@ -34,13 +34,13 @@ class Start(NamedTuple):
     @property
     def digest(self):
         """The name and the beginning of a hash of the checkpoint's files."""
-        return f"{self.name} ({hashlib.sha256(format.read_text(self.path / format.SUMS).encode()).hexdigest()[:12]})"
+        return f"{self.name} ({hashlib.sha256(on_disk.read_text(self.path / on_disk.SUMS).encode()).hexdigest()[:12]})"
 
     def load(self):
         """Returns {name: weight} and the optimizer's {name: tensor}, None if the run does not take it."""
-        weights = load_tensors(self.path, format.MODEL)
+        weights = load_tensors(self.path, on_disk.MODEL)
         if self.has_optimizer:
-            return weights, load_tensors(self.path, format.OPTIMIZER)
+            return weights, load_tensors(self.path, on_disk.OPTIMIZER)
         return weights, None
 
     def lane_states(self, data_fingerprint):
@@ -67,9 +67,9 @@ def saved_meta(flags, directory):
     whole checkpoint that this program cannot read."""
     if flags.run.starts_over or directory is None:
         return None
-    for path in reversed(format.list_checkpoints(directory)):
+    for path in reversed(on_disk.list_checkpoints(directory)):
         # Prepare checks all files later, sets damaged checkpoints aside, and takes the one before.
-        if format.meta_is_whole(path):
+        if on_disk.meta_is_whole(path):
             meta = load_meta(path)
             if meta.task != "language":  # prepare refuses it
                 return None
@@ -120,7 +120,7 @@ def find_start(flags, saved, tokenizer, directory):
         return flags, None, None
     what = f"--{'init_from' if asked.init_from else 'decay_from'}={name}"
     try:
-        path = format.find_checkpoint(name)
+        path = on_disk.find_checkpoint(name)
     except BadInput as error:
         if flags.record.checkpoint_mirror is None:
             raise
@@ -181,7 +181,7 @@ def _require_start(what, start, flags, config, tokenizer):
         raise BadInput(f"{what} was imported and holds only weights: use --init_from without --init_optimizer")
     require_same(start.path, {"the hash of the tokenizer": (start.meta.tokenizer_sha256, tokenizer.sha256)})
     require_as_saved(vars(flags.model), config, start.path, otherwise="")
-    problem = format.find_problem(start.path, weights_only=not start.has_optimizer)
+    problem = on_disk.find_problem(start.path, weights_only=not start.has_optimizer)
     if problem:
         raise BadInput(f"{what} is damaged ({problem}): use another checkpoint")
 

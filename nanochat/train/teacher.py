@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from nanochat.checkpoint.format import MODEL, find_checkpoint, find_problem
+from nanochat.checkpoint.on_disk import MODEL, find_checkpoint, find_problem
 from nanochat.checkpoint.pieces import load_tensors
 from nanochat.common import BadInput
 from nanochat.kernels.attention_tiles import require_shapes

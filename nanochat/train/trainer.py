@@ -3,8 +3,8 @@ import math
 import time
 from dataclasses import dataclass
 
-from nanochat.checkpoint.format import latest
 from nanochat.checkpoint.meta import Meta, restore_rng, rng_state
+from nanochat.checkpoint.on_disk import latest
 from nanochat.checkpoint.pieces import load_checkpoint
 from nanochat.device.ranks import print0
 from nanochat.record.goodput import Goodput

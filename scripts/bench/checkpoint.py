@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
-from nanochat.checkpoint.format import Kept
 from nanochat.checkpoint.meta import Meta
+from nanochat.checkpoint.on_disk import Kept
 from nanochat.checkpoint.pieces import state_bytes
 from nanochat.checkpoint.saver import SaveOptions, Saver, save_lane_states
 from nanochat.common import flag, get_base_dir, read_flags, require_writable_dir

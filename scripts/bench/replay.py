@@ -18,7 +18,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cache
 
-from nanochat.checkpoint.format import find_checkpoint
+from nanochat.checkpoint.on_disk import find_checkpoint
 from nanochat.common import flag, read_flags
 from nanochat.data.projects import files_of
 from nanochat.data.shards import TextFlags

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import torch
 
-from nanochat.checkpoint.format import Kept
 from nanochat.checkpoint.mirror import run_mirror
+from nanochat.checkpoint.on_disk import Kept
 from nanochat.checkpoint.pieces import state_bytes
 from nanochat.data import storage
 from nanochat.model.config import GPTConfig

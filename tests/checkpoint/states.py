@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nanochat.checkpoint import format
+from nanochat.checkpoint import on_disk
 from nanochat.checkpoint.meta import Meta, rng_state
 from nanochat.checkpoint.mirror import MirrorState
 from nanochat.checkpoint.pieces import sizes_of
@@ -38,7 +38,7 @@ def save(run_dir, step, keep=100, keep_every=-1):
     """Saves a checkpoint of two lanes, whose weights depend on `step`; returns its path."""
     save_lane_states(run_dir, step, {0: {"row": step}, 1: {"row": step, "buffer": [1, 2, 3]}})
     return save_checkpoint(run_dir, *make_state(step), make_meta(step), num_lanes=2,
-                           options=SaveOptions(format.Kept(keep, keep_every)))
+                           options=SaveOptions(on_disk.Kept(keep, keep_every)))
 
 
 class Training:
@@ -61,7 +61,7 @@ def saves_of(run_dir, mirror, num_lanes=2, checkpoint=None):
     MirrorState(mirror.url).write(run_dir)
     run = SimpleNamespace(directory=run_dir, link=None, mirror=mirror, checkpoint=checkpoint,
                           flags=SimpleNamespace(record=RecordFlags()), task=SimpleNamespace(num_lanes=num_lanes))
-    step = 0 if checkpoint is None else format.step_of(checkpoint)
+    step = 0 if checkpoint is None else on_disk.step_of(checkpoint)
     return Saves(run, Dist("cpu", torch.device("cpu")), step, SimpleNamespace(flush=lambda: None))
 
 
@@ -99,16 +99,16 @@ def kill_at_any_moment(save_for_ever, run_dir, pause_s):
         process = context.Process(target=save_for_ever, args=(run_dir,))
         process.start()
         give_up = time.monotonic() + 60
-        while format.latest(run_dir) is None and time.monotonic() < give_up:
+        while on_disk.latest(run_dir) is None and time.monotonic() < give_up:
             time.sleep(0.001)
         time.sleep(pause_s * moment)
         process.kill()
         process.join()
-        paths = format.list_checkpoints(run_dir)
-        assert paths and all(format.find_problem(path) is None for path in paths)
-        format.clean_partial(run_dir)
+        paths = on_disk.list_checkpoints(run_dir)
+        assert paths and all(on_disk.find_problem(path) is None for path in paths)
+        on_disk.clean_partial(run_dir)
         assert not any(name.endswith(".tmp") for name in names(run_dir))
-        format.set_aside_after(run_dir, -1)
+        on_disk.set_aside_after(run_dir, -1)
 
 
 def listen(module):

@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from nanochat.checkpoint import format
+from nanochat.checkpoint import on_disk
 from nanochat.checkpoint.pieces import load_checkpoint
 from nanochat.checkpoint.saver import SaveOptions, save_checkpoint, save_lane_states
 from tests.checkpoint.states import flip_a_byte, kill_at_any_moment, make_meta, make_state, names, save
@@ -53,7 +53,7 @@ def test_a_rank_that_never_writes_its_lanes_is_named_after_the_limit(tmp_path):
     with pytest.raises(TimeoutError, match="lanes 1, 3 "):
         save_checkpoint(tmp_path, *make_state(), make_meta(5), num_lanes=4,
                         options=SaveOptions(lanes_timeout_s=0.1))
-    assert format.latest(tmp_path) is None
+    assert on_disk.latest(tmp_path) is None
     assert not list(tmp_path.glob("*/*.safetensors"))
 
 
@@ -62,7 +62,7 @@ def test_saving_a_step_again_keeps_a_good_checkpoint_and_replaces_a_damaged_one(
     before = path.stat().st_ino
     assert save(tmp_path, 10) == path and path.stat().st_ino == before
     flip_a_byte(path / "model.safetensors")
-    assert save(tmp_path, 10) == path and format.find_problem(path) is None
+    assert save(tmp_path, 10) == path and on_disk.find_problem(path) is None
     assert [name for name in names(tmp_path) if "aside" in name] == ["step_000010.aside"]
 
 
@@ -84,10 +84,10 @@ def test_an_error_while_saving_leaves_the_old_checkpoint_and_frees_the_disk(tmp_
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(format, "sync_to_disk", disk_full)
+        patch.setattr(on_disk, "sync_to_disk", disk_full)
         with pytest.raises(OSError, match="No space left"):
             save(tmp_path, 2, keep=1)
-    assert format.latest_good(tmp_path)[0] == old
+    assert on_disk.latest_good(tmp_path)[0] == old
     assert not list((tmp_path / "step_000002.tmp").glob("*.safetensors"))
     save(tmp_path, 3, keep=1)
-    assert [path.name for path in format.list_checkpoints(tmp_path)] == ["step_000003"]
+    assert [path.name for path in on_disk.list_checkpoints(tmp_path)] == ["step_000003"]

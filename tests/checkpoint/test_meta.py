@@ -5,8 +5,8 @@ from dataclasses import asdict
 import pytest
 import torch
 
-from nanochat.checkpoint.format import META
 from nanochat.checkpoint.meta import FORMAT, Meta, load_meta, read_config, require_same, restore_rng, rng_state
+from nanochat.checkpoint.on_disk import META
 from nanochat.common import BadInput
 from nanochat.model.config import CONFIG_FLAGS, GPTConfig, require_as_saved
 from tests.checkpoint.states import make_meta

@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from nanochat.checkpoint import format, mirror
-from nanochat.checkpoint.format import Kept
+from nanochat.checkpoint import mirror, on_disk
 from nanochat.checkpoint.mirror import Mirror, patiently, run_mirror
+from nanochat.checkpoint.on_disk import Kept
 from nanochat.checkpoint.pieces import load_checkpoint
 from nanochat.common import BadInput, Outage
 from nanochat.data import storage
@@ -35,7 +35,7 @@ def test_a_new_disk_gets_the_newest_checkpoint_and_the_metrics(run_dir, folder):
     assert folder.whole_copies() == ["step_000002", "step_000003"]
     shutil.rmtree(run_dir)
     path = folder.fetch(run_dir)
-    assert path == run_dir / "step_000003" and format.find_problem(path) is None
+    assert path == run_dir / "step_000003" and on_disk.find_problem(path) is None
     assert load_checkpoint(path).lane_states[0] == {"row": 3}
     assert (run_dir / "metrics.jsonl").read_text() == '{"step": 1}\n'
 
@@ -55,7 +55,7 @@ def test_a_bucket_gets_checkpoints_and_gives_them_back(run_dir, bucket):
     assert there.whole_copies() == ["step_000002"]
     shutil.rmtree(run_dir)
     path = there.fetch(run_dir)
-    assert path.name == "step_000002" and format.find_problem(path) is None
+    assert path.name == "step_000002" and on_disk.find_problem(path) is None
     assert (run_dir / "metrics.jsonl").read_text() == '{"step": 1}\n'
 
 
@@ -63,7 +63,7 @@ def test_what_a_killed_upload_leaves_in_a_bucket_is_deleted_after_the_next_copy(
     there = run_mirror("gs://b/x", "run", Kept(2))
     copy(there, run_dir, 1)
     assert sum(request.startswith("PUT ") for request in bucket.requests) == len(bucket.names())  # no file in parts
-    del bucket.objects["b", f"x/run/step_000001/{format.SUMS}"]  # which would have been the last
+    del bucket.objects["b", f"x/run/step_000001/{on_disk.SUMS}"]  # which would have been the last
     copy(there, run_dir, 2)
     assert {name.split("/")[2] for name in bucket.names()} == {"metrics.jsonl", "step_000002"}
 
@@ -92,7 +92,7 @@ def test_a_mirror_without_metrics_gives_its_checkpoint_with_a_warning(run_dir, t
         copy(there, run_dir, 1)
         there._remove_files(f"{there.url}/metrics.jsonl")
         shutil.rmtree(run_dir / "step_000001")
-        assert format.find_problem(there.fetch(run_dir)) is None
+        assert on_disk.find_problem(there.fetch(run_dir)) is None
         assert capsys.readouterr().out == (f"warning: {there.url} has no metrics.jsonl: the run continues at "
                                            "step_000001, with only the metrics that are on this disk\n")
 
@@ -101,8 +101,8 @@ def test_incomplete_and_damaged_copies_are_not_used(run_dir, folder, tmp_path, c
     copy(folder, run_dir, 1, 2)
     copies = tmp_path / "mirror" / "run"
     folder.copy(save(run_dir, 3), run_dir / "metrics.jsonl")
-    (copies / "step_000003" / format.SUMS).unlink()  # the upload was interrupted
-    damaged = copies / "step_000002" / format.MODEL
+    (copies / "step_000003" / on_disk.SUMS).unlink()  # the upload was interrupted
+    damaged = copies / "step_000002" / on_disk.MODEL
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
     shutil.rmtree(run_dir)
     assert folder.fetch(run_dir).name == "step_000001"

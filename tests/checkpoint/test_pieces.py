@@ -8,10 +8,10 @@ import time
 import pytest
 import torch
 
-from nanochat.checkpoint import format
+from nanochat.checkpoint import on_disk
 from nanochat.checkpoint import saver as saver_module
-from nanochat.checkpoint.format import MODEL, OPTIMIZER
 from nanochat.checkpoint.mirror import run_mirror
+from nanochat.checkpoint.on_disk import MODEL, OPTIMIZER
 from nanochat.checkpoint.pieces import Layout, load_checkpoint, load_tensors, sizes_of
 from nanochat.checkpoint.saver import SaveOptions, Saver, save_checkpoint, save_lane_states, write_part
 from nanochat.common import get_base_dir
@@ -50,7 +50,7 @@ def save_in_pieces(run_dir, step, delay_s=0.0, keep=100):
         thread.start()
     save_lane_states(run_dir, step, {0: {"row": step}})
     path = save_checkpoint(run_dir, *part_of(state, layout, 0), make_meta(step), 1, layout,
-                           SaveOptions(format.Kept(keep)))
+                           SaveOptions(on_disk.Kept(keep)))
     for thread in threads:
         thread.join()
     return path
@@ -100,8 +100,8 @@ def test_any_damage_to_a_piece_or_an_index_is_found_and_the_checkpoint_before_is
     good, bad = save_in_pieces(tmp_path, 100), save_in_pieces(tmp_path, 200)
     damage(bad / name, how)
     is_of_weights = name.startswith("model")
-    assert bool(format.find_problem(bad, weights_only=True)) == is_of_weights
-    path, damaged = format.latest_good(tmp_path)
+    assert bool(on_disk.find_problem(bad, weights_only=True)) == is_of_weights
+    path, damaged = on_disk.latest_good(tmp_path)
     assert path == good and list(damaged) == [bad]
 
 
@@ -109,11 +109,11 @@ def test_a_copy_in_a_mirror_is_whole_only_with_all_pieces(tmp_path):
     run_dir = tmp_path / "run"
     path = save_in_pieces(run_dir, 3)
     (run_dir / "metrics.jsonl").touch()
-    mirror = run_mirror(str(tmp_path / "mirror"), "run", format.Kept(2))
+    mirror = run_mirror(str(tmp_path / "mirror"), "run", on_disk.Kept(2))
     mirror.copy(path, path.parent / "metrics.jsonl")
     assert mirror.whole_copies() == ["step_000003"]
     fetched = mirror.fetch(tmp_path / "other")
-    assert names(fetched) == names(path) and format.find_problem(fetched) is None
+    assert names(fetched) == names(path) and on_disk.find_problem(fetched) is None
     (tmp_path / "mirror/run/step_000003/model-00002-of-00007.safetensors").unlink()
     assert mirror.whole_copies() == [] and mirror.fetch(tmp_path / "third") is None
 
@@ -125,7 +125,7 @@ def test_a_rank_that_never_writes_its_part_is_said_after_the_limit(tmp_path):
     with pytest.raises(TimeoutError, match="ranks that write model-0000.-of-00007.safetensors, .* to "):
         save_checkpoint(tmp_path, *part_of(state, layout, 0), make_meta(1), 0, layout,
                         SaveOptions(pieces_timeout_s=0.2))
-    assert format.latest(tmp_path) is None
+    assert on_disk.latest(tmp_path) is None
 
 
 def start_savers(run_dir):
@@ -189,7 +189,7 @@ FULL_DISK = """
 import os, sys, time
 from pathlib import Path
 import torch
-from nanochat.checkpoint import format
+from nanochat.checkpoint import on_disk
 from nanochat.checkpoint import saver as saver_module
 from nanochat.checkpoint.pieces import Layout, sizes_of
 from nanochat.checkpoint.saver import SaveOptions, Saver
@@ -202,19 +202,19 @@ saver = Saver(run_dir, options=options)
 part = Saver(run_dir, options=options)
 (run_dir / "ballast").write_bytes(bytes(4_000_000))
 part.save_part(1, layout, {}, large)
-while not (format.partial_dir(run_dir, 1) / saver_module.FULL).exists():
+while not (on_disk.partial_dir(run_dir, 1) / saver_module.FULL).exists():
     time.sleep(0.01)
 saver_module.make_room = lambda *_: None  # room was there when rank 0 looked
 saver.save(small, {}, make_meta(1), layout)
 wait("another rank has no room for its part")
 saver.check()
 part.check()
-assert format.latest(run_dir) is None
+assert on_disk.latest(run_dir) is None
 print("now there is space", flush=True)
 os.unlink(run_dir / "ballast")
 saver.finish(timeout_s=60)
 part.finish(timeout_s=60)
-assert format.latest_good(run_dir)[0].name == "step_000001" and saver.saved_step == 1
+assert on_disk.latest_good(run_dir)[0].name == "step_000001" and saver.saved_step == 1
 """
 
 

@@ -5,8 +5,8 @@ import time
 import torch
 
 from nanochat.checkpoint import rounded
-from nanochat.checkpoint.format import MODEL, Kept
 from nanochat.checkpoint.mirror import Mirror, run_mirror
+from nanochat.checkpoint.on_disk import MODEL, Kept
 from nanochat.checkpoint.pieces import Layout, load_checkpoint, load_tensors, sizes_of
 from nanochat.checkpoint.saver import Saver
 from nanochat.data import storage

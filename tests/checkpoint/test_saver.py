@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nanochat.checkpoint import format, pieces
-from nanochat.checkpoint.format import META
+from nanochat.checkpoint import on_disk, pieces
+from nanochat.checkpoint.on_disk import META
 from nanochat.checkpoint.pieces import load_checkpoint
 from nanochat.checkpoint.saver import SaveOptions, Saver, save_lane_states
 from nanochat.common import Failure
@@ -20,14 +20,14 @@ def begin_save(saver, run_dir, step, state=None):
 
 def saver_with(run_dir, flush, uploader=None):
     """A Saver of one lane that calls flush() before a checkpoint gets its name."""
-    return Saver(run_dir, 1, SaveOptions(format.Kept(2)), uploader=uploader, log=SimpleNamespace(flush=flush))
+    return Saver(run_dir, 1, SaveOptions(on_disk.Kept(2)), uploader=uploader, log=SimpleNamespace(flush=flush))
 
 
 def test_a_save_returns_at_once_and_a_second_one_waits_for_the_first(tmp_path):
     saved, slow = [], threading.Event()
     saver = saver_with(tmp_path, lambda: slow.wait(60), SimpleNamespace(upload=saved.append))
     begin_save(saver, tmp_path, 1)
-    assert format.latest(tmp_path) is None
+    assert on_disk.latest(tmp_path) is None
     slow.set()
     begin_save(saver, tmp_path, 2)  # waits for the first
     assert saved == [tmp_path / "step_000001"]
@@ -63,13 +63,13 @@ def test_the_next_call_raises_an_error_of_the_background_and_nonfinite_weights_a
         saver.finish()
     with pytest.raises(OSError, match="Input/output error"):
         saver.check()
-    assert format.latest(tmp_path) is None
+    assert on_disk.latest(tmp_path) is None
 
 
-@pytest.mark.parametrize("name", [format.MODEL, META])
+@pytest.mark.parametrize("name", [on_disk.MODEL, META])
 def test_a_checkpoint_that_does_not_read_back_as_it_was_written_gets_no_final_name(tmp_path, monkeypatch, name):
     """The file is changed between writing and reading back, as a bad disk might change it."""
-    module = format if name == META else pieces
+    module = on_disk if name == META else pieces
     sync = module.sync_to_disk
 
     def sync_and_alter(path):
@@ -80,19 +80,19 @@ def test_a_checkpoint_that_does_not_read_back_as_it_was_written_gets_no_final_na
     monkeypatch.setattr(module, "sync_to_disk", sync_and_alter)
     with pytest.raises(OSError, match="read back"):
         save(tmp_path, 1)
-    assert format.latest(tmp_path) is None
+    assert on_disk.latest(tmp_path) is None
 
 
 FULL_DISK = """
 import os, sys, time
 from pathlib import Path
 import torch
-from nanochat.checkpoint import format
+from nanochat.checkpoint import on_disk
 from nanochat.checkpoint import saver as saver_module
 from nanochat.checkpoint.saver import SaveOptions, Saver, save_lane_states
 from tests.checkpoint.states import listen, make_meta
 run_dir, state = Path(sys.argv[1]), ({"w": torch.ones(500_000)}, {})
-options = SaveOptions(format.Kept(2), retry_s=0.1)
+options = SaveOptions(on_disk.Kept(2), retry_s=0.1)
 saver, wait = Saver(run_dir, 1, options), listen(saver_module)
 def save(step):
     save_lane_states(run_dir, step, {0: {"text": "x" * 300_000}}, options)
@@ -110,13 +110,13 @@ fill()
 save(2)
 wait("the disk is full")
 saver.check()
-assert [path.name for path in format.list_checkpoints(run_dir)] == ["step_000001"]
+assert [path.name for path in on_disk.list_checkpoints(run_dir)] == ["step_000001"]
 save(3)  # replaces 2, which is not saved yet
 time.sleep(0.5)
 os.unlink(run_dir / "ballast")
 saver.finish(timeout_s=60)
-assert [path.name for path in format.list_checkpoints(run_dir)] == ["step_000001", "step_000003"]
-assert format.latest_good(run_dir)[0].name == "step_000003" and saver.saved_step == 3
+assert [path.name for path in on_disk.list_checkpoints(run_dir)] == ["step_000001", "step_000003"]
+assert on_disk.latest_good(run_dir)[0].name == "step_000003" and saver.saved_step == 3
 assert not list(run_dir.glob("*.tmp")), "a checkpoint that was given up is still there"
 """
 
@@ -125,12 +125,12 @@ LANES_DO_NOT_FIT = """
 import os, sys
 from pathlib import Path
 import torch
-from nanochat.checkpoint import format
+from nanochat.checkpoint import on_disk
 from nanochat.checkpoint import saver as saver_module
 from nanochat.checkpoint.saver import SaveOptions, Saver, save_lane_states
 from tests.checkpoint.states import listen, make_meta
 run_dir, state = Path(sys.argv[1]), ({"w": torch.ones(500_000)}, {})
-options = SaveOptions(format.Kept(2), retry_s=0.1)
+options = SaveOptions(on_disk.Kept(2), retry_s=0.1)
 saver, wait = Saver(run_dir, 1, options), listen(saver_module)
 ballast = run_dir / "ballast"
 with open(ballast, "wb", buffering=0) as file:
@@ -146,8 +146,8 @@ wait("the disk is full")
 print("now there is space", flush=True)
 ballast.unlink()
 saver.finish(timeout_s=60)
-assert [path.name for path in format.list_checkpoints(run_dir)] == ["step_000001"]
-assert format.latest_good(run_dir)[0] and not list(run_dir.glob("step_*/probe"))
+assert [path.name for path in on_disk.list_checkpoints(run_dir)] == ["step_000001"]
+assert on_disk.latest_good(run_dir)[0] and not list(run_dir.glob("step_*/probe"))
 """
 
 

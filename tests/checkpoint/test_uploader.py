@@ -6,8 +6,8 @@ import time
 import pytest
 
 from nanochat.checkpoint import mirror
-from nanochat.checkpoint.format import MODEL, Kept
 from nanochat.checkpoint.mirror import Mirror, MirrorState, Uploader, run_mirror
+from nanochat.checkpoint.on_disk import MODEL, Kept
 from nanochat.common import BadInput, Outage
 from nanochat.data.storage import Interruption
 from scripts import base_train

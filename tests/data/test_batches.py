@@ -6,7 +6,7 @@ import time
 import pyarrow.parquet as pq
 import pytest
 
-from nanochat.checkpoint.format import list_checkpoints
+from nanochat.checkpoint.on_disk import list_checkpoints
 from nanochat.run.agreement import Requests
 from nanochat.run.stopping import EXIT_STATUS
 from nanochat.train.prepare import REQUESTS_FILE

@@ -8,7 +8,7 @@ from dataclasses import asdict
 import pytest
 import torch
 
-from nanochat.checkpoint import format
+from nanochat.checkpoint import on_disk
 from nanochat.checkpoint.saver import save_checkpoint
 from nanochat.common import BadInput
 from nanochat.data.tokenizer import Tokenizer, load_tokenizer
@@ -335,7 +335,7 @@ def test_another_tokenizer_is_refused(tmp_path):
 def test_a_damaged_checkpoint_is_not_used(trained, tmp_path):
     model = make_model()
     path = save_checkpoint(tmp_path, model.state_dict(), {}, make_meta(config=asdict(model.config)), num_lanes=0)
-    with open(path / format.MODEL, "r+b") as file:
+    with open(path / on_disk.MODEL, "r+b") as file:
         file.truncate(1000)
     with pytest.raises(BadInput, match="damaged .model.safetensors does not match its checksum"):
         load_model(path, Dist("cpu", torch.device("cpu")))

@@ -6,8 +6,8 @@ from dataclasses import asdict
 import pytest
 import torch
 
-from nanochat.checkpoint.format import META, MODEL, find_checkpoint, find_problem
 from nanochat.checkpoint.meta import load_meta
+from nanochat.checkpoint.on_disk import META, MODEL, find_checkpoint, find_problem
 from nanochat.checkpoint.saver import save_checkpoint
 from nanochat.common import BadInput
 from nanochat.data.tokenizer import load_tokenizer

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nanochat.checkpoint import format
+from nanochat.checkpoint import on_disk
 from nanochat.checkpoint.pieces import load_checkpoint
 from nanochat.checkpoint.saver import save_checkpoint, save_lane_states
 from nanochat.common import BadInput
@@ -148,7 +148,7 @@ def hosts(tmp_path):
 
 
 def agree(pods, hosts):
-    newest, _ = format.latest_good(hosts[0])
+    newest, _ = on_disk.latest_good(hosts[0])
     return on_all(pods, lambda pod: agree_on_checkpoint(pod, hosts[pod.host.index], newest, True))
 
 
@@ -162,9 +162,9 @@ def test_a_host_without_the_checkpoint_or_with_a_damaged_or_newer_one_gets_that_
     with joined_pods(3) as pods:
         found = agree(pods, hosts)
     assert found == [(directory / "step_000200", True) for directory in hosts]
-    assert all(format.find_problem(path) is None for path, _ in found)
+    assert all(on_disk.find_problem(path) is None for path, _ in found)
     for directory in hosts[1:]:
-        assert format.list_checkpoints(directory) == [directory / "step_000200"]
+        assert on_disk.list_checkpoints(directory) == [directory / "step_000200"]
     with joined_pods(3) as pods:  # now all have it, and nothing is sent
         before = (hosts[2] / "step_000200").stat().st_mtime_ns
         assert agree(pods, hosts) == found and (hosts[2] / "step_000200").stat().st_mtime_ns == before
@@ -194,7 +194,7 @@ def test_a_checkpoint_that_is_damaged_on_its_way_or_finds_no_room_is_refused(hos
     assert found[0][0].name == "step_000100"
     assert isinstance(found[1], PodError) and "model.safetensors does not match its checksum" in str(found[1])
     assert isinstance(found[2], BadInput) and "has no room for step_000100" in str(found[2])
-    assert not format.list_checkpoints(hosts[1])
+    assert not on_disk.list_checkpoints(hosts[1])
 
 
 def test_the_lanes_of_all_hosts_come_to_the_disk_of_the_first(hosts):

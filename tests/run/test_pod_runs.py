@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from nanochat.checkpoint import format
+from nanochat.checkpoint import on_disk
 from nanochat.checkpoint.pieces import load_checkpoint
 from nanochat.run.pod import PodLimits
 from nanochat.run.stopping import EXIT_STATUS
@@ -107,8 +107,8 @@ def test_a_stop_at_one_host_stops_both_and_the_run_goes_on_to_the_bits_of_one_ho
     second.process.send_signal(signal.SIGTERM)
     assert (first.end(), second.end()) == (EXIT_STATUS, EXIT_STATUS), first.text + second.text
     assert "SIGTERM: the run stops" in second.text and "SIGTERM: " not in first.text
-    [saved] = format.list_checkpoints(run_dirs[0])
-    stopped_at = format.step_of(saved)
+    [saved] = on_disk.list_checkpoints(run_dirs[0])
+    stopped_at = on_disk.step_of(saved)
     assert 10 <= stopped_at < 80 and load_checkpoint(saved).lane_states.keys() == set(range(64))
     assert not list(run_dirs[1].glob("step_*"))
     assert first.count("step 00005/") == 1 and second.count("step 0") == 0  # one console, that of the first host
@@ -117,7 +117,7 @@ def test_a_stop_at_one_host_stops_both_and_the_run_goes_on_to_the_bits_of_one_ho
     first, second = start(*flags, mirror, clock_s=-3600)
     assert (first.end(), second.end()) == (0, 0), first.text + second.text
     assert f"received {saved.name} from host w0" in second.text and f"resuming from {saved}" in first.text
-    assert [path.name for path in format.list_checkpoints(run_dirs[1])] == [saved.name]
+    assert [path.name for path in on_disk.list_checkpoints(run_dirs[1])] == [saved.name]
     alone = train(*flags, "--total_batch_size=128", "--log_every=5", run="alone", devices=2)
     records = [json.loads(line) for line in (run_dirs[0] / "metrics.jsonl").read_text().splitlines()]
     losses = {record["step"]: record["loss"] for record in records if "loss" in record}
@@ -188,7 +188,7 @@ def test_three_hosts_of_which_one_is_killed_end_with_its_name_and_the_run_goes_o
     assert time.monotonic() - began < END_S
     for life in (first, second):
         assert "error: host w2 has ended without a word" in life.text, life.text[-3000:]
-    saved = format.latest_good(run_dirs[0])[0]
+    saved = on_disk.latest_good(run_dirs[0])[0]
     hosts = start(*flags, hosts=3)
     assert [life.end() for life in hosts] == [0, 0, 0], hosts[0].text[-3000:]
     assert f"resuming from {saved}" in hosts[0].text and f"received {saved.name} from host w0" in hosts[2].text
@@ -211,7 +211,7 @@ def test_a_cut_cable_ends_both_hosts_and_each_names_the_other(start, network, ru
     assert ended - began < END_S
     assert f"error: host w1 has been silent for {LIMITS.lost_s} s" in first.text
     assert f"error: host w0 has been silent for {LIMITS.lost_s} s" in second.text
-    assert format.latest_good(run_dirs[0])[0] is not None
+    assert on_disk.latest_good(run_dirs[0])[0] is not None
 
 
 def test_flags_that_differ_are_refused_on_both_hosts_with_both_values(start, run_dirs):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from nanochat.checkpoint import format
+from nanochat.checkpoint import on_disk
 from nanochat.checkpoint.pieces import load_checkpoint
 from nanochat.common import BadInput, get_base_dir
 from scripts import base_eval, base_train, generate, report
@@ -42,14 +42,14 @@ def test_a_run_that_is_stopped_and_resumed_gives_the_same_bits(train, reference)
     # The schedule depends on the horizon, so the first part is the same run with its checkpoints, cut off after step 4.
     train("--save_every=2", run="parts", devices=2)
     run_dir = get_base_dir() / "checkpoints" / "parts"
-    saved = [path.name for path in format.list_checkpoints(run_dir)]
+    saved = [path.name for path in on_disk.list_checkpoints(run_dir)]
     assert saved == ["step_000002", "step_000004", "step_000006"]
-    format.set_aside_after(run_dir, 2)
+    on_disk.set_aside_after(run_dir, 2)
     resumed = train("--save_every=2", run="parts", devices=2)
     assert "resuming from" in resumed.stdout and "step_000002" in resumed.stdout
     assert resumed.losses == whole.losses and resumed.bpb == whole.bpb
     assert [record["step"] for record in resumed.records if "loss" in record] == [1, 2, 3, 4, 5, 6]
-    format.set_aside_after(run_dir, 2)
+    on_disk.set_aside_after(run_dir, 2)
     on_one = train("--save_every=2", run="parts", devices=1)
     assert on_one.losses == pytest.approx(whole.losses, rel=2e-6)
     finished = train("--save_every=2", run="parts", devices=2)
@@ -66,9 +66,9 @@ def test_an_optimizer_that_ranks_share_trains_as_one_that_each_keeps_whole(train
     whole = train(*flags, "--shard_optimizer=off", run="whole", devices=2)
     assert whole.losses == pytest.approx(shared.losses, rel=rel) and len(set(whole.losses.values())) == 6
     run_dir = get_base_dir() / "checkpoints" / "shared"
-    weights = load_checkpoint(format.latest(run_dir)).model_state["mlp_in"]
+    weights = load_checkpoint(on_disk.latest(run_dir)).model_state["mlp_in"]
     assert weights.shape == (3, 256, 64) and not torch.equal(weights, weights.bfloat16().float())
-    format.set_aside_after(run_dir, 3)
+    on_disk.set_aside_after(run_dir, 3)
     resumed = train(*flags, "--shard_optimizer=off", run="shared", devices=2)
     assert "resuming from" in resumed.stdout and resumed.losses == pytest.approx(whole.losses, rel=rel)
 
@@ -91,7 +91,7 @@ def test_rows_that_become_longer_keep_the_bits_of_a_run_that_resumes_before_at_a
     assert len({compilations[step] for step in range(2, 7)}) == 1  # saving has small programs, compiled after step 1
     run_dir = get_base_dir() / "checkpoints" / "parts"
     for step, devices in ((3, 2), (2, 2), (1, 2), (2, 1)):
-        format.set_aside_after(run_dir, step)
+        on_disk.set_aside_after(run_dir, step)
         resumed = train(ramp, "--save_every=1", "--keep_checkpoints=9", "--log_every=1", run="parts", devices=devices)
         assert f"step_{step:06d}" in resumed.stdout
         if devices == 2:
@@ -104,14 +104,14 @@ def test_rows_that_become_longer_keep_the_bits_of_a_run_that_resumes_before_at_a
 def test_steps_that_are_not_finite_end_the_run_with_the_last_good_checkpoint_and_the_offending_batch(train):
     train("--device_type=cpu", "--save_every=3", "--eval_every=-1")
     run_dir = get_base_dir() / "checkpoints" / "test"
-    format.set_aside_after(run_dir, 3)
+    on_disk.set_aside_after(run_dir, 3)
     # the update of step 4 makes the embedding infinite, so the steps after it are bad
     process = train("--save_every=1", "--embedding_lr=1e44", "--max_bad_steps=2", devices=2, status=1)
     assert process.stdout.count("is skipped") == 2 and "Traceback" not in process.stderr
     assert "error: 2 steps in a row" in process.stdout and "step 4 is not saved" in process.stdout
     assert [process.losses[step] is None for step in range(1, 7)] == [False] * 4 + [True] * 2
     assert process.records[-1]["bad_steps"] == 2 and process.records[-1]["grad_norm"] is None
-    assert format.latest_good(run_dir)[0].name == "step_000003"
+    assert on_disk.latest_good(run_dir)[0].name == "step_000003"
     rows = [np.load(run_dir / "bad_step_000005" / f"rank_{rank:03d}.npy") for rank in (0, 1)]
     assert all(part.shape == (8, 33) and part.dtype == np.int32 for part in rows)
 
@@ -127,7 +127,7 @@ def test_a_run_whose_model_breaks_ends_with_status_1_and_no_script_takes_it_for_
                  "warning: no sample at step 3: the model's predictions are not finite",
                  "error: the validation after step 6 is not finite: the model is broken"):
         assert said in process.stdout
-    assert format.latest_good(run_dir)[0].name == "step_000006" and not (run_dir / ".finished").exists()
+    assert on_disk.latest_good(run_dir)[0].name == "step_000006" and not (run_dir / ".finished").exists()
     assert "error: the validation after step 6 is not finite" in train(*break_it, status=1).stdout  # evaluated again
     limited = train(*break_it, "--max_bad_steps=5", status=1)
     assert "5 steps in a row had a non-finite loss or gradient" in limited.stdout

@@ -3,7 +3,7 @@ import os
 
 import pytest
 
-from nanochat.checkpoint import format
+from nanochat.checkpoint import on_disk
 from nanochat.checkpoint.meta import load_meta
 from nanochat.common import BadInput
 from scripts import base_train
@@ -16,7 +16,7 @@ def run_dir(base_dir):
 
 
 def steps_of(run_dir):
-    return [int(path.name[5:]) for path in format.list_checkpoints(run_dir)]
+    return [int(path.name[5:]) for path in on_disk.list_checkpoints(run_dir)]
 
 
 def test_a_step_past_the_horizon_trains_nothing_and_deletes_nothing(train, tiny, run_dir):
@@ -37,13 +37,13 @@ def test_a_step_past_the_horizon_trains_nothing_and_deletes_nothing(train, tiny,
 def test_a_run_may_switch_its_products_at_any_checkpoint_and_its_log_says_where(train, run_dir):
     flags = "--save_every=3", "--eval_every=-1", "--compute_dtype=bfloat16", "--matrix_lr=0.02"
     int8 = train(*flags, "--products=int8")
-    format.set_aside_after(run_dir, 3)
+    on_disk.set_aside_after(run_dir, 3)
     switched = train(*flags)
     assert f"resuming from {run_dir / 'step_000003'}" in switched.stdout
     assert "changed since the checkpoint: products int8 -> bfloat16\n" in switched.stdout
     # Other products, of the same weights and rows
     assert switched.losses[4] != int8.losses[4] and switched.losses[4] == pytest.approx(int8.losses[4], abs=0.02)
-    format.set_aside_after(run_dir, 3)
+    on_disk.set_aside_after(run_dir, 3)
     again = train(*flags, "--products=int8")
     assert "products" not in again.stdout.partition("changed since")[2] and again.losses[4] == int8.losses[4]
     assert again.losses[6] == int8.losses[6]
@@ -64,7 +64,7 @@ def test_a_start_that_is_refused_changes_no_mark_and_moves_nothing_aside(train, 
 
 def test_a_run_whose_last_state_is_not_saved_ends_with_status_1(train, run_dir):
     train("--num_iterations=4", "--save_every=3", "--eval_every=-1")
-    format.set_aside_after(run_dir, 3)
+    on_disk.set_aside_after(run_dir, 3)
     # the update of step 4 makes the embedding infinite, and its loss was still finite
     process = train("--num_iterations=4", "--save_every=3", "--eval_every=-1", "--embedding_lr=1e44", status=1)
     assert "changed since the checkpoint: embedding_lr 0.02 -> 1e+44\n" in process.stdout
@@ -74,10 +74,10 @@ def test_a_run_whose_last_state_is_not_saved_ends_with_status_1(train, run_dir):
 
 def test_the_pause_of_a_finished_run_is_no_interruption_and_a_lost_process_is_one(train, run_dir):
     train("--save_every=4", "--eval_every=-1")
-    assert [load_meta(path).is_pause for path in format.list_checkpoints(run_dir)] == [False, True]
+    assert [load_meta(path).is_pause for path in on_disk.list_checkpoints(run_dir)] == [False, True]
     extended = train("--num_iterations=8", "--eval_every=-1").records[-1]
     assert extended["interruptions"] == 0 and "seconds_lost" not in extended
-    format.set_aside_after(run_dir, 4)
+    on_disk.set_aside_after(run_dir, 4)
     resumed = train("--num_iterations=8", "--eval_every=-1").records[-1]
     assert resumed["interruptions"] == 1 and resumed["seconds_lost"] > 0
 
@@ -86,12 +86,12 @@ def test_a_newer_checkpoint_of_the_mirror_comes_before_an_older_or_damaged_one_h
     mirror = f"--checkpoint_mirror={tmp_path}/mirror"
     train("--save_every=2", "--eval_every=-1", mirror)
     metrics = (tmp_path / "mirror/test/metrics.jsonl").read_text()
-    for path in format.list_checkpoints(run_dir)[1:]:
+    for path in on_disk.list_checkpoints(run_dir)[1:]:
         path.rename(tmp_path / path.name)  # as on a disk that was used before another VM went on with the run
     again = train("--save_every=2", "--eval_every=-1", mirror)
     assert "has reached step 6 (" in again.stdout and steps_of(run_dir) == [2, 6]
     assert (tmp_path / "mirror/test/metrics.jsonl").read_text() == metrics
-    for path in format.list_checkpoints(run_dir):
+    for path in on_disk.list_checkpoints(run_dir):
         (path / "model.safetensors").write_bytes(b"damaged")
     resumed = train("--save_every=2", "--eval_every=-1", "--num_iterations=8", mirror)
     assert "step_000006 is damaged" in resumed.stdout and "step_000002 is damaged" in resumed.stdout

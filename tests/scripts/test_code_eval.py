@@ -7,7 +7,7 @@ from dataclasses import asdict
 import pytest
 import torch
 
-from nanochat.checkpoint.format import MODEL
+from nanochat.checkpoint.on_disk import MODEL
 from nanochat.checkpoint.saver import save_checkpoint
 from nanochat.common import BadInput
 from nanochat.data.tokenizer import load_tokenizer

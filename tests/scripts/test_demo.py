@@ -3,7 +3,7 @@ import re
 import shlex
 import shutil
 
-from nanochat.checkpoint.format import META, find_checkpoint
+from nanochat.checkpoint.on_disk import META, find_checkpoint
 from nanochat.common import read_flags
 from nanochat.infer.load import ModelFlags
 from scripts import demo

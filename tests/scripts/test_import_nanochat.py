@@ -8,7 +8,7 @@ import rustbpe
 import tiktoken
 import torch
 
-from nanochat.checkpoint.format import find_checkpoint
+from nanochat.checkpoint.on_disk import find_checkpoint
 from nanochat.common import BadInput
 from nanochat.device.ranks import Dist
 from nanochat.export import export

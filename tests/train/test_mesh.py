@@ -6,8 +6,8 @@ import shutil
 import pytest
 import torch
 
-from nanochat.checkpoint.format import latest
 from nanochat.checkpoint.meta import load_meta
+from nanochat.checkpoint.on_disk import latest
 from nanochat.checkpoint.pieces import load_checkpoint
 from nanochat.common import BadInput, get_base_dir
 from nanochat.data.tokenizer import SPECIAL_TOKENS, Tokenizer

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from nanochat.checkpoint import format
+from nanochat.checkpoint import on_disk
 from nanochat.checkpoint.pieces import load_lane_states
 from nanochat.common import BadInput
 from nanochat.train.flags import named_places, parse_flags
@@ -57,11 +57,11 @@ def test_a_run_that_is_killed_in_each_stage_and_at_its_edge_resumes_with_the_sam
     assert last["val_bpb"] == last["val_bpb_big"] != last["val_bpb_own"]  # the first set is the run's
     assert f"validation {last['val_bpb']:.4f} bits per byte" in whole.stdout
     assert f"big {last['val_bpb_big']:.4f} | own {last['val_bpb_own']:.4f}" in whole.stdout
-    states = load_lane_states(format.latest(whole.run_dir))
+    states = load_lane_states(on_disk.latest(whole.run_dir))
     for step, devices in kills:
-        format.set_aside_after(whole.run_dir, step)
+        on_disk.set_aside_after(whole.run_dir, step)
         resumed = train(*flags, run="mixed", devices=devices, without=without)
-        assert f"step_{step:06d}" in resumed.stdout and load_lane_states(format.latest(whole.run_dir)) == states
+        assert f"step_{step:06d}" in resumed.stdout and load_lane_states(on_disk.latest(whole.run_dir)) == states
         if devices == all_devices:
             assert resumed.losses == whole.losses
         assert resumed.losses == pytest.approx(whole.losses, rel=2e-6)

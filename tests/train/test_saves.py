@@ -4,7 +4,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nanochat.checkpoint.format import list_checkpoints
+from nanochat.checkpoint.on_disk import list_checkpoints
 from nanochat.checkpoint.pieces import load_checkpoint
 from nanochat.device.ranks import Dist
 from nanochat.train.flags import RecordFlags

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from nanochat.checkpoint import format
+from nanochat.checkpoint import on_disk
 from nanochat.checkpoint.meta import load_meta
 from nanochat.common import BadInput, get_base_dir
 from nanochat.data.tokenizer import SHIPPED_DIR
@@ -42,7 +42,7 @@ def first(trained):
 def resume_without(other, run, step):
     """Lets a run resume after `step`, without the run that it began with."""
     run_dir = get_base_dir() / "checkpoints" / run
-    format.set_aside_after(run_dir, step)
+    on_disk.set_aside_after(run_dir, step)
     (run_dir / ".finished").unlink()
     shutil.rmtree(get_base_dir() / "checkpoints" / other)
 
@@ -59,7 +59,7 @@ def test_an_ending_with_the_rates_of_the_run_has_its_bits_and_resumes_with_them(
     resume_without("first", "ending", 6)
     resumed = train(*ending, run="ending", devices=2, without=(*RATES, "data_dir"))
     assert "step_000006" in resumed.stdout and resumed.losses == process.losses and resumed.bpb == process.bpb
-    meta = load_meta(format.latest(process.run_dir))
+    meta = load_meta(on_disk.latest(process.run_dir))
     assert meta.flags["decay_from"] == "first/step_000004" and meta.interruptions == 1
     assert "the learning rates fell from first/step_000004 on" in card_of(meta)
 
@@ -83,13 +83,13 @@ def test_a_run_that_begins_with_weights_has_them_and_resumes_without_their_run(t
         third = parse_flags(last_of_each("--run=third", *tiny, *begin))
         task = make_task(third, "cpu", 1, run_directory(third))
         assert task.plan.start.earlier_steps == before
-        saved = replace(load_meta(format.latest(process.run_dir)), flags=task.flags.as_dict())
+        saved = replace(load_meta(on_disk.latest(process.run_dir)), flags=task.flags.as_dict())
         assert as_begun(third, saved).start == task.flags.start
     assert process.bpb[0] == first.bpb[8] and sorted(process.losses) == [1, 2, 3, 4, 5, 6]
     resume_without("first", "second", 3)
     resumed = train(*flags, run="second", devices=2)
     assert "step_000003" in resumed.stdout and resumed.losses == process.losses and resumed.bpb == process.bpb
-    meta = load_meta(format.latest(process.run_dir))
+    meta = load_meta(on_disk.latest(process.run_dir))
     assert (meta.flags["init_from"], meta.flags["init_optimizer"]) == ("first/step_000008", bool(optimizer))
     assert "It began with the weights of the model first/step_000008" in card_of(meta)
 
@@ -101,7 +101,7 @@ def test_a_new_machine_resumes_from_the_mirror_without_the_run_that_it_began_wit
     shutil.rmtree(tmp_path / "mirror/second/step_000006")
     resumed = train(*flags, run="second", devices=2)
     assert "step_000003" in resumed.stdout and resumed.losses == process.losses
-    assert load_meta(format.latest(process.run_dir)).flags["init_from"] == "first/step_000008"
+    assert load_meta(on_disk.latest(process.run_dir)).flags["init_from"] == "first/step_000008"
 
 
 def test_a_start_that_cannot_be_is_refused_in_one_line(train, first, tiny, tmp_path):

@@ -6,19 +6,19 @@ from stat import S_ISDIR
 
 import pytest
 
-from nanochat.checkpoint import format
-from nanochat.checkpoint.format import META
+from nanochat.checkpoint import on_disk
+from nanochat.checkpoint.on_disk import META
 from nanochat.checkpoint.pieces import state_bytes
 from nanochat.common import BadInput, Outage
 from tests.checkpoint.states import DAMAGES, damage, make_state, names, save
 
 
-@pytest.mark.parametrize("name", [format.MODEL, format.OPTIMIZER, format.LANES, META, format.SUMS])
+@pytest.mark.parametrize("name", [on_disk.MODEL, on_disk.OPTIMIZER, on_disk.LANES, META, on_disk.SUMS])
 @pytest.mark.parametrize("how", DAMAGES)
 def test_any_damage_to_any_file_is_found_and_the_checkpoint_before_is_used(tmp_path, name, how):
     good, bad = save(tmp_path, 100), save(tmp_path, 200)
     damage(bad / name, how)
-    path, damaged = format.latest_good(tmp_path)
+    path, damaged = on_disk.latest_good(tmp_path)
     assert path == good and list(damaged) == [bad] and damaged[bad]
     assert names(tmp_path) == ["step_000100", "step_000200"]
 
@@ -35,36 +35,36 @@ def test_a_file_system_that_fails_is_tried_again_and_is_no_proof_of_damage(tmp_p
             raise OSError(number, os.strerror(number), str(path))
         return open(path, *args, **options)
 
-    monkeypatch.setattr(format, "READ_AGAIN_S", (0.01, 0.01))
-    monkeypatch.setattr(format, "open", failing, raising=False)
+    monkeypatch.setattr(on_disk, "READ_AGAIN_S", (0.01, 0.01))
+    monkeypatch.setattr(on_disk, "open", failing, raising=False)
     most = 2
-    assert format.latest_good(tmp_path) == (tmp_path / "step_000002", {})
+    assert on_disk.latest_good(tmp_path) == (tmp_path / "step_000002", {})
     assert capsys.readouterr().out.count(f"model.safetensors: {os.strerror(number)}") == 2
     most = 99
     with pytest.raises(Outage, match=f"step_000002 cannot be read .model.safetensors: {os.strerror(number)}.*again.*"
                                      "answers. Or move it away: the run then resumes from the checkpoint before it"):
-        format.latest_good(tmp_path)
+        on_disk.latest_good(tmp_path)
     assert names(tmp_path) == ["step_000001", "step_000002"]
 
 
 def test_a_folder_that_cannot_be_listed_is_no_new_run(tmp_path, monkeypatch):
     save(tmp_path, 1)
-    monkeypatch.setattr(format, "READ_AGAIN_S", (0.01,))
-    monkeypatch.setattr(format.os, "listdir", lambda path: open("/proc/self/mem", "rb").read(1))  # EIO
+    monkeypatch.setattr(on_disk, "READ_AGAIN_S", (0.01,))
+    monkeypatch.setattr(on_disk.os, "listdir", lambda path: open("/proc/self/mem", "rb").read(1))  # EIO
     with pytest.raises(Outage, match=f"{tmp_path} cannot be read.*once the disk answers$"):  # moved away, it is new
-        format.latest_good(tmp_path)
+        on_disk.latest_good(tmp_path)
 
 
 def test_no_run_deletes_what_was_set_aside(tmp_path):
     for _ in range(2):
         for step in (1, 2):
             save(tmp_path, step)
-        format.set_aside_after(tmp_path, 1)
+        on_disk.set_aside_after(tmp_path, 1)
     save(tmp_path, 3, keep=1)
     assert names(tmp_path) == ["step_000002.aside", "step_000002.aside2", "step_000003"]
 
 
-@pytest.mark.parametrize("name", [format.MODEL, META, format.SUMS])
+@pytest.mark.parametrize("name", [on_disk.MODEL, META, on_disk.SUMS])
 @pytest.mark.parametrize("what", ["pipe", "/dev/zero"])
 def test_a_file_whose_read_would_never_end_is_damage(tmp_path, name, what):
     file = save(tmp_path, 1) / name
@@ -73,15 +73,15 @@ def test_a_file_whose_read_would_never_end_is_damage(tmp_path, name, what):
         os.mkfifo(file)
     else:
         file.symlink_to(what)
-    assert format.find_problem(file.parent) == f"{name}: it is no ordinary file"
+    assert on_disk.find_problem(file.parent) == f"{name}: it is no ordinary file"
 
 
 @pytest.mark.parametrize("piece", ["/etc/model.safetensors", "../model.safetensors", "a\0b.safetensors", "[" * 10**5])
 def test_an_index_names_files_of_its_own_folder_only(tmp_path, piece):
     text = piece if piece[0] == "[" else json.dumps({"weight_map": {"wte": piece}})
-    (tmp_path / format.index_of(format.MODEL)).write_text(text)
+    (tmp_path / on_disk.index_of(on_disk.MODEL)).write_text(text)
     with pytest.raises(OSError, match="it is no index of pieces"):
-        format.tensor_files(tmp_path, format.MODEL)
+        on_disk.tensor_files(tmp_path, on_disk.MODEL)
 
 
 def test_what_is_left_of_a_save_that_was_given_up_is_deleted_once_the_run_has_passed_its_step(tmp_path):
@@ -95,8 +95,8 @@ def test_what_is_left_of_a_save_that_was_given_up_is_deleted_once_the_run_has_pa
 def test_keep_leaves_the_newest_and_sorts_by_number(tmp_path):
     for step in (999_999, 1_000_000, 1_000_001):
         save(tmp_path, step, keep=2)
-    assert [path.name for path in format.list_checkpoints(tmp_path)] == ["step_1000000", "step_1000001"]
-    assert format.latest(tmp_path).name == "step_1000001"
+    assert [path.name for path in on_disk.list_checkpoints(tmp_path)] == ["step_1000000", "step_1000001"]
+    assert on_disk.latest(tmp_path).name == "step_1000001"
 
 
 def test_checkpoints_at_multiples_of_keep_every_are_never_deleted(tmp_path):
@@ -106,9 +106,9 @@ def test_checkpoints_at_multiples_of_keep_every_are_never_deleted(tmp_path):
 
 
 def test_too_little_disk_for_two_checkpoints_is_bad_input(tmp_path):
-    format.check_disk_space(tmp_path, state_bytes(*make_state()))
+    on_disk.check_disk_space(tmp_path, state_bytes(*make_state()))
     with pytest.raises(BadInput, match="2,000,000,000.0 MB .*: free some"):
-        format.check_disk_space(tmp_path, 10**15)
+        on_disk.check_disk_space(tmp_path, 10**15)
 
 
 def test_every_file_of_a_checkpoint_has_the_rights_of_a_new_file(tmp_path):
@@ -123,14 +123,14 @@ def test_every_file_of_a_checkpoint_has_the_rights_of_a_new_file(tmp_path):
 def test_on_a_nearly_full_disk_the_oldest_are_deleted_and_the_newest_stays(tmp_path, monkeypatch):
     for step in (1, 2, 3):
         save(tmp_path, step)
-    usage = format.shutil.disk_usage(tmp_path)
+    usage = on_disk.shutil.disk_usage(tmp_path)
 
     def nearly_full(path):
-        return usage._replace(free=10**6 if len(format.list_checkpoints(tmp_path)) == 1 else 0)
+        return usage._replace(free=10**6 if len(on_disk.list_checkpoints(tmp_path)) == 1 else 0)
 
-    monkeypatch.setattr(format.shutil, "disk_usage", nearly_full)
+    monkeypatch.setattr(on_disk.shutil, "disk_usage", nearly_full)
     save(tmp_path, 4)
-    assert [path.name for path in format.list_checkpoints(tmp_path)] == ["step_000003", "step_000004"]
+    assert [path.name for path in on_disk.list_checkpoints(tmp_path)] == ["step_000003", "step_000004"]
     with pytest.raises(OSError, match="0.0 MB are free"):
         save(tmp_path, 5, keep_every=3)  # step 3 is never deleted
 
@@ -142,17 +142,17 @@ def test_a_disk_that_cannot_rename_a_folder_is_refused_and_one_that_cannot_sync_
             raise OSError(number, os.strerror(number))
         return fail
 
-    format.check_renaming(tmp_path)
+    on_disk.check_renaming(tmp_path)
     sync = os.fsync
     with monkeypatch.context() as patch:
-        patch.setattr(format.Path, "rename", failing(errno.ENOSYS))
+        patch.setattr(on_disk.Path, "rename", failing(errno.ENOSYS))
         with pytest.raises(BadInput, match="renamed .Function not implemented.*NANOCHAT_BASE_DIR"):
-            format.check_renaming(tmp_path)
+            on_disk.check_renaming(tmp_path)
         assert names(tmp_path) == []
     monkeypatch.setattr(os, "fsync", lambda number: failing(errno.EINVAL)() if S_ISDIR(os.fstat(number).st_mode)
                         else sync(number))
-    format.check_renaming(tmp_path)
-    assert format.find_problem(save(tmp_path, 1)) is None
+    on_disk.check_renaming(tmp_path)
+    assert on_disk.find_problem(save(tmp_path, 1)) is None
 
 
 def test_state_bytes_counts_every_tensor():
