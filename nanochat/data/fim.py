@@ -100,9 +100,10 @@ class Infilling:
             if begin:
                 below = draws(f"{place},{begin}")
             context = ()
+            end = begin + part_chars
             if self.context and piece.context:
                 context = draw_context(piece.context, self.context * part_chars / SURPLUS, below)
-            end = begin + part_chars - int(SURPLUS * sum(map(len, context)))
+                end -= int(SURPLUS * sum(map(len, context)))
             if end < len(characters):
                 end = characters.rfind("\n", begin, end) + 1 or end
             part = characters[begin:end]
@@ -136,13 +137,13 @@ def fit_into_row(tokens, places, row_tokens):
     # Surplus tokens at the end of the suffix, or else at the beginning of the prefix, become a document of their own,
     # from left to right. If both are too short for that, the whole text becomes one.
     prefix, suffix, middle = places  # BOS … <|fim_prefix|> … <|fim_suffix|> … <|fim_middle|> … <|file_sep|>
+    excess = len(tokens) - row_tokens
+    if excess <= 0:
+        return [joined((tokens,))]
     bos = tokens[:1]
-    excess = max(0, len(tokens) - row_tokens)
     cut = middle - excess  # the suffix ends here
     rest = prefix + 1 + excess  # the prefix begins here
-    if not excess:
-        parts = [(tokens,)]
-    elif cut > suffix:
+    if cut > suffix:
         parts = [(tokens[:cut], tokens[middle:]), (bos, tokens[cut:middle])]
     elif rest <= suffix:
         parts = [(bos, tokens[prefix + 1:rest]), (tokens[:prefix + 1], tokens[rest:])]

@@ -34,7 +34,7 @@ PADDING = -1  # instead of a token, after the end of the data
 BUFFER_DOCUMENTS = 16  # documents from which a lane chooses while one of them is longer than a row
 BUFFER_SHORT_DOCUMENTS = 128  # documents from which it chooses otherwise: more, because it crops what does not fit
 BUFFER_TOKENS = 1 << 17  # the buffer holds about this many tokens at most, but at least those of two rows
-GROUP_PIECES = 8  # of text that fill in the middle rewrites, and then tokenizes, together: see Infilling.encode
+GROUP_PIECES = 32  # of text that fill in the middle rewrites, and then tokenizes, together: see Infilling.encode
 COUNTS = ("tokens", "dropped", "documents")  # fields of a LaneState
 PATIENCE_ROWS = 256  # a short document that has waited for this many rows goes before any further long one
 
@@ -156,7 +156,10 @@ class Lane:
                 is_whole = text.is_last and not text.index
                 if ref >= begin or ref in again or is_whole and ref[:2] in rewritten:
                     wanted.append((ref, text))
-            for (ref, text), parts in zip(wanted, self._encode(wanted), strict=True):
+            encoded = self._encode(wanted)
+            if self.shared.infilling:  # which holds a group anyway: in turns with the tokenizer, Python is slower
+                encoded = list(encoded)
+            for (ref, text), parts in zip(wanted, encoded, strict=True):
                 for piece in pieces_of(ref, text, parts):
                     if piece.ref >= begin or piece.ref in again:
                         yield piece
@@ -225,9 +228,14 @@ class Lane:
                 self.tokens -= space
                 break
             for piece in self._choose(space):
+                length = len(piece.tokens)
                 self.documents += not piece.ref[2]
-                self.buffered_tokens -= len(piece.tokens)
+                self.buffered_tokens -= length
                 del self.refs[piece.ref]
+                if length <= space and piece.is_last:  # the whole document fits
+                    parts.append(piece.tokens)
+                    space -= length
+                    continue
                 self.pending = piece, 0
                 space = self._continue(parts, space)
                 if self.pending and not self._is_long(piece):  # it did not fit: its rest is dropped
@@ -257,7 +265,8 @@ class Lane:
             is_full = self.buffered_tokens >= BUFFER_TOKENS or len(self.refs) >= enough
             if is_full and self.buffered_tokens >= 2 * self.row_tokens:
                 return
-            if self._peek() is None or self._peek().tokens[0] != self.shared.tokenizer.bos_id:
+            piece = self._peek()
+            if piece is None or piece.tokens[0] != self.shared.tokenizer.bos_id:
                 return  # the next piece belongs to a document in the buffer, and is read once that is begun
             self._keep(self._take())
 
@@ -324,32 +333,31 @@ def pieces_of(ref, text, parts):
 def smallest_cover(lengths, space, limit):
     """Returns the indices of the `lengths` with the smallest sum from `space` to `limit`, or None if there is none.
     Among several subsets, earlier indices win."""
-    # This is the subset sum problem, solved by dynamic programming over the bits of an integer: bit i of `reach` says
-    # whether some of the lengths add up to i.
-    reach = 1
+    # This is the subset sum problem, solved by dynamic programming over the bits of an integer: bit limit - i of
+    # `reach` says whether some of the lengths add up to i, so a shift to the right drops what exceeds the limit.
+    reach = 1 << limit
+    exact = 1 << limit - space
     before = []  # `reach` before each used length
     used = []  # the indices of these
-    mask = (1 << limit + 1) - 1
-    exact = 1 << space
     # One shift and one or of an integer of `limit` bits for each length: microseconds for all of them.
     for i, length in enumerate(lengths):
         if length <= limit:
             before.append(reach)
             used.append(i)
-            reach |= reach << length & mask
-            if reach >= exact and reach & exact:
+            reach |= reach >> length
+            if reach & exact:
                 break
-    over = reach >> space
+    over = reach & 2 * exact - 1
     if not over:
         return None
-    # The lowest bit of `over` is the smallest sum. From the last length back, a length belongs to it if the lengths
+    # The highest bit of `over` is the smallest sum. From the last length back, a length belongs to it if the lengths
     # before cannot reach the rest of the sum.
-    left = space + (over & -over).bit_length() - 1
+    left = limit + 1 - over.bit_length()
     indices = []
     while left:
         without = before.pop()
         i = used.pop()
-        if not without >> left & 1:
+        if not without >> limit - left & 1:
             indices.append(i)
             left -= lengths[i]
     return indices
