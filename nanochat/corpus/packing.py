@@ -1,5 +1,5 @@
 """Files of a project that stand together: joined into documents, headers before the files that include them; or as the
-context of one file, what it includes and the files beside it. data/projects.py has the format of the text."""
+context of one file, the files beside it and what it includes. data/projects.py has the format of the text."""
 import posixpath
 import re
 from bisect import bisect_left
@@ -10,7 +10,7 @@ from os.path import commonprefix
 from nanochat.data.fim import condensed
 from nanochat.data.projects import SEPARATOR
 
-VERSION = 3  # to be increased when a change to this file makes another corpus from the same files
+VERSION = 4  # to be increased when a change to this file makes another corpus from the same files
 CONTEXT_BYTES = 1 << 13  # of a document's context at most, of which a file takes half at most
 BESIDE = 64  # files before and after a file in its folder, of which its context chooses
 DOCUMENT_BYTES = 1 << 18  # of a document at most, unless one file alone is longer
@@ -74,20 +74,21 @@ def contexts(texts):
 
 
 def nearest(path, includes, beside):
-    """Yields other files, the nearest to `path` first: those that it includes, those that these include, and so on;
-    then those `beside` it, of which the names that begin alike come first. includes(path): the files it includes.
+    """Yields other files, the nearest to `path` first: those `beside` it, of which the names that begin alike come
+    first; then those that it includes, those that these include, and so on. includes(path): the files it includes.
     beside: the files of its folder, sorted."""
     found = [path]
+    at = bisect_left(beside, path)
+    around = beside[max(0, at - BESIDE):at + BESIDE]  # names that begin alike are neighbours
+    for other in sorted(around, key=lambda other: (-len(commonprefix([path, other])), other)):
+        if other != path:
+            found.append(other)
+            yield other
     for current in found:  # which grows
         for other in includes(current):
             if other not in found:
                 found.append(other)
                 yield other
-    at = bisect_left(beside, path)
-    around = beside[max(0, at - BESIDE):at + BESIDE]  # names that begin alike are neighbours
-    for other in sorted(around, key=lambda other: (-len(commonprefix([path, other])), other)):
-        if other not in found:
-            yield other
 
 
 def _by_name(texts):

@@ -38,14 +38,15 @@ def test_a_project_that_is_long_becomes_several_documents_of_whole_files():
         assert text == b"".join(b"\0" + path.encode() + b"\n" + texts[path] for path in paths)
 
 
-def test_a_context_has_what_a_file_includes_then_the_files_beside_it_the_nearest_last():
+def test_a_context_has_the_files_beside_a_file_then_what_it_includes_the_nearest_last():
     texts = texts_of(src__main_cpp=["main.h", "b.h"], src__main_h=["c.h"], src__b_h=[], include__c_h=["src/main.cpp"],
                      src__mail_cpp=[], src__z_cpp=[], other__d_h=[])
     texts["src/main.cpp"] += b"#include <include/c.h>\n#include <main>\n"
     paths = {path: [part.split("\n")[0] for part in context.decode().split("\0")[1:]]
              for path, context in contexts(texts | {"src/main": b"int x;\n", "src/empty": b"/* nothing */"})}
-    assert paths["src/main.cpp"] == ["src/main", "include/c.h", "src/main.h"]  # files without code are left out
-    assert paths["src/z.cpp"] == ["src/main.h", "src/main.cpp", "src/main"] and paths["other/d.h"] == []
+    assert paths["src/main.cpp"] == ["include/c.h", "src/main", "src/main.h"]  # files without code are left out
+    assert paths["src/z.cpp"] == ["include/c.h", "src/main.h", "src/main.cpp", "src/main"] and paths["other/d.h"] == []
+    assert paths["include/c.h"] == ["src/main.h", "src/main.cpp"]
 
 
 def test_a_context_is_condensed_and_within_its_budget():
