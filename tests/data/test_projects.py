@@ -129,7 +129,7 @@ def test_a_corpus_with_context_has_the_rows_of_one_of_files(corpora, with_contex
     assert shard_hashes(with_context) == shard_hashes(corpora / "context2")
     documents = {document["path"]: document for document in read(with_context, "val")}
     context = documents["file00.cpp"]["context"].split("\0")
-    assert context[-1].partition("\n")[::2] == ("file11.h", documents["file11.h"]["text"]) and len(context) > 2
+    assert context[-1].partition("\n")[::2] == ("file01.h", documents["file01.h"]["text"]) and len(context) > 2
     rows = []
     for name in ("context", "files"):
         with open_loader(list_shards(corpora / name / "base_data_v3"), load_tokenizer(), seq_len=256, num_lanes=2,
