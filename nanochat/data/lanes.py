@@ -157,7 +157,8 @@ class Lane:
                 if ref >= begin or ref in again or is_whole and ref[:2] in rewritten:
                     wanted.append((ref, text))
             encoded = self._encode(wanted)
-            if self.shared.infilling:  # which holds a group anyway: in turns with the tokenizer, Python is slower
+            if self.shared.infilling:
+                # A whole group first: Python is slower when it takes turns with the tokenizer.
                 encoded = list(encoded)
             for (ref, text), parts in zip(wanted, encoded, strict=True):
                 for piece in pieces_of(ref, text, parts):
