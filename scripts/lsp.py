@@ -26,7 +26,7 @@ def main(argv=None):
     except ImportError as error:
         raise BadInput(f"there is no {error.name}: pip install '.[lsp]'") from None
     server = make_language_server(flags.url, os.environ.get("NANOCHAT_API_KEY"))
-    if sys.stdin.isatty():
+    if not sys.stdin or sys.stdin.isatty():  # None if it is closed
         raise BadInput("an editor starts this and talks to its standard input: docs/editor.md says how")
     run(server)
 

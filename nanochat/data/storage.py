@@ -373,8 +373,9 @@ def _token(url, stale=None):
 
 
 def _ask_gcloud(url):
-    if not shutil.which("gcloud"):
-        raise BadInput(f"{url} needs gcloud, which is not here: install it, or use a folder of this machine")
+    for program in ("gcloud", "setpriv", "timeout"):
+        if not shutil.which(program):
+            raise BadInput(f"{url} needs {program}, which is not here: install it, or use a folder of this machine")
     # In a session of its own, so that its helpers end with it, and Ctrl-C reaches only the script. When the script
     # ends, Linux sends SIGTERM to `timeout`, which passes it on to them all.
     process = subprocess.Popen(["setpriv", "--pdeathsig=TERM", "timeout", "--kill-after=1", "0", "gcloud", "auth",

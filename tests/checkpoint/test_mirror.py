@@ -176,6 +176,12 @@ def test_without_a_login_or_without_gcloud_a_bucket_is_refused(bucket, run_dir, 
         run_mirror("gs://b/x", "run", Kept(1)).try_to_write(run_dir)
 
 
+def test_a_bucket_is_refused_and_not_waited_for_without_setpriv(hanging_gcloud, run_dir, monkeypatch):
+    monkeypatch.setenv("PATH", str(hanging_gcloud.parent))
+    with pytest.raises(BadInput, match="gs://b/x.* needs setpriv.*: install it"):
+        run_mirror("gs://b/x", "run", Kept(1)).try_to_write(run_dir)
+
+
 def test_an_outage_is_waited_for_with_a_line_and_ends_well_or_after_ten_minutes(bucket, run_dir, monkeypatch, capsys):
     monkeypatch.setattr(storage, "FIRST_PAUSE_S", 0.01)
     monkeypatch.setattr(storage, "SAY_S", 0)

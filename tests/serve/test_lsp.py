@@ -283,3 +283,8 @@ def test_a_signal_ends_it_though_its_input_is_open(how, status, said):
         assert process.wait(60) == status and process.stderr.read() == said
     finally:
         process.communicate()
+
+
+def test_a_closed_input_is_one_line():
+    done = subprocess.run(["sh", "-c", '"$@" <&-', "sh", *COMMAND], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "standard input" in done.stderr and done.stderr.count("\n") == 1
