@@ -28,6 +28,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from urllib.parse import quote, urlencode
@@ -262,10 +263,8 @@ def delete_files(pattern):
         files, _ = list_files(pattern.removesuffix("/*"))
         urls = [file.url for file in files]
     for url in urls:
-        try:
+        with suppress(_NotFound):
             _ask(_object(url), url, "DELETE")
-        except _NotFound:
-            pass
 
 
 # Requests

@@ -211,6 +211,7 @@ def hanging_gcloud(tmp_path, monkeypatch):
                                      f"mv {tmp_path}/new {tmp_path}/helper\nwait\n")
     (tmp_path / "gcloud").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr(storage, "_tokens", {})
     return tmp_path / "helper"
 
 
@@ -226,7 +227,6 @@ def require_ended(process_id):
 
 def test_a_gcloud_that_hangs_is_ended_with_its_helpers(run_dir, hanging_gcloud, monkeypatch):
     monkeypatch.setattr(storage, "LOGIN_TIMEOUT_S", 1)
-    monkeypatch.setattr(storage, "_tokens", {})
     monkeypatch.setattr(storage, "BLIP_S", 0)
     with pytest.raises(Interruption, match="gcloud .* has not ended after 1 s"):
         run_mirror("gs://b/x", "run", Kept(1)).try_to_write(run_dir)
