@@ -8,39 +8,30 @@ A bucket cannot rename a folder, so SHA256SUMS is copied last and deleted first:
 run resumes from it. A new VM, whose disk is empty, resumes from the newest whole copy. A run that starts over
 (--resume=never) is refused while there are whole copies: it would replace them as it passes their steps.
 
-The scripts that watch the run from outside (deploy/) read <run dir>/mirror.json:
-    {"mirror": URL of the run's folder there, "newest_saved": "step_000200" or null,
-     "newest_copied": "step_000100" or null, "behind_since": Unix time in s or null, "error": text or null}
+uploader.py keeps it up to date while a run lasts.
 """
 import errno
-import json
 import os
 import re
 import shutil
 import threading
-import time
 from concurrent.futures import Future, wait
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from nanochat.checkpoint import on_disk
 from nanochat.checkpoint.on_disk import SUMS, Kept, step_of
 from nanochat.checkpoint.pieces import is_whole
-from nanochat.common import BadInput, Outage, move_aside, say, written_whole
+from nanochat.common import BadInput, Outage, move_aside, say
 from nanochat.data.bucket import in_bucket
 from nanochat.data.storage import Cancelled, Interruption, Retries, copy_files, delete_files, list_files, never
 from nanochat.record.metrics import METRICS_FILE
 
-STATE_FILE = "mirror.json"
 COPY_TIMEOUT_S = 1800
 LIST_TIMEOUT_S = 120
 TRY_TIMEOUT_S = 60  # for each attempt to reach the mirror at the start of a run
 OUTAGE_S = 600  # how long a start waits for an unreachable mirror
-FIRST_RETRY_S = 5  # the first pause between attempts to copy, which doubles
-RETRY_S = 60  # the longest
-END_TIMEOUT_S = 1800  # for the mirror at the end of a run
-POLL_S = 0.25
 ROUNDED = ".rounded"  # ends the names of rounded copies
 PARTIAL = ".partial"  # ends the names of files that are being copied to a directory
 _UNREACHABLE = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EHOSTDOWN, errno.EHOSTUNREACH,
@@ -79,8 +70,12 @@ class Mirror:
         name = path.name + suffix
         self._copy([path / file for file in on_disk.read_sums(path)], f"{self.url}/{name}", is_cancelled=is_cancelled)
         # Before SHA256SUMS: whoever finds a whole copy finds the metrics up to its step, too.
-        self._copy([metrics], self.url)
+        self.copy_metrics(metrics)
         self._copy([path / SUMS], f"{self.url}/{name}")
+
+    def copy_metrics(self, path, timeout_s=COPY_TIMEOUT_S):
+        """Copies the run's metrics.jsonl, of this path, there."""
+        self._copy([path], self.url, timeout_s)
 
     def prune(self, newest):
         """Deletes what the copy `newest`, a name, makes superfluous: older copies and incomplete ones. Copies of later
@@ -225,166 +220,3 @@ def patiently(url, function):
     except Interruption as error:
         raise Outage(f"{place} has not been reached for {OUTAGE_S / 60:.0f} minutes ({error}): start the same command "
                      "again later, or without the flag") from None
-
-
-@dataclass
-class MirrorState:
-    """The contents of mirror.json."""
-    mirror: str
-    newest_saved: str | None = None
-    newest_copied: str | None = None
-    behind_since: float | None = None  # the mirror lacks the checkpoints since then
-    error: str | None = None  # of the last attempt
-
-    @classmethod
-    def read(cls, run_dir):
-        return cls(**json.loads((Path(run_dir) / STATE_FILE).read_text()))
-
-    def write(self, run_dir):
-        """Replaces the file in one step. Ignores a full disk: the next call writes it."""
-        with suppress(OSError), written_whole(Path(run_dir) / STATE_FILE) as unfinished:
-            unfinished.write_text(json.dumps(asdict(self)) + "\n")
-
-    def saved(self, name):
-        """Notes that the checkpoint `name` is on this machine's disk."""
-        self.newest_saved = name
-        if name != self.newest_copied and not self.behind_since:
-            self.behind_since = time.time()
-
-    def copied(self, name):
-        """Notes that the checkpoint `name` is in the mirror."""
-        self.newest_copied = name
-        self.error = None
-        if name == self.newest_saved:
-            self.behind_since = None
-
-
-# At most one checkpoint waits, `_waiting`, the newest; `_rounded` goes before it; and `_refused` is the last that the
-# mirror refused for good, for which `finish` does not wait. Methods note what they want under the lock and wake the
-# thread. The thread copies without the lock, so the Saver never waits for a bucket. It notes a copy once the mirror has
-# all of it: after a kill, mirror.json may say too little, and never too much.
-class Uploader:
-    """Copies the newest checkpoint to a Mirror in the background. A copy that fails never stops the run: the Uploader
-    reports it and retries, with a newer checkpoint once there is one."""
-
-    def __init__(self, mirror, run_dir, first_retry_s=FIRST_RETRY_S):
-        """run_dir: with a mirror.json."""
-        self._mirror = mirror
-        self._run_dir = run_dir
-        self._state = MirrorState.read(run_dir)
-        self._waiting = None  # the path of the checkpoint that is not in the mirror yet
-        self._rounded = None  # the path of a rounded one, which goes before all others
-        self._refused = None  # the last one that the mirror has refused for good
-        self._first_retry_s = self._retry_s = first_retry_s
-        self._is_over = False
-        self._condition = threading.Condition()  # guards all of these
-        self._note()
-        threading.Thread(target=self._work, name="mirror", daemon=True).start()
-
-    def upload(self, path):
-        """Copies the checkpoint at `path` in the background, unless it is the newest in the mirror already. Replaces a
-        waiting one."""
-        with self._condition:
-            self._state.saved(path.name)
-            if self._state.behind_since:
-                self._waiting = path
-            self._note()
-
-    def upload_rounded(self, path):
-        """Copies the rounded checkpoint at `path` at once: a copy that is in progress is cancelled and follows it."""
-        with self._condition:
-            self._rounded = path
-            self._note()
-
-    def behind_s(self):
-        """Returns for how many seconds the mirror has lacked the newest checkpoint; 0 if it has it."""
-        since = self._state.behind_since
-        return max(time.time() - since, 0.0) if since else 0.0
-
-    def finish(self, is_told_to_end=lambda: False):
-        """Waits until the newest checkpoint is in the mirror, or the mirror refuses it for good, or is_told_to_end(),
-        or END_TIMEOUT_S have passed. Returns whether it is there."""
-        deadline = time.monotonic() + END_TIMEOUT_S
-        has_said = False
-        with self._condition:
-            while (self._rounded or self._waiting and self._refused != self._waiting) and time.monotonic() < deadline:
-                if is_told_to_end():
-                    break
-                if not has_said and self._state.behind_since and not self._rounded:
-                    say(f"waiting until {self._waiting.name} is in {self._mirror.url}, for up to "
-                        f"{END_TIMEOUT_S / 60:.0f} minutes. It is on this machine's disk: Ctrl-C or SIGTERM ends the "
-                        "wait at once")
-                    has_said = True
-                self._condition.wait(POLL_S)
-            self._is_over = True
-            self._condition.notify_all()
-            if not self._state.behind_since:
-                return True
-            why = f" ({self._state.error})" if self._state.error else ""
-            say(f"warning: {self._waiting.name} is on this machine's disk only, and not in {self._mirror.url}{why}")
-            return False
-
-    def _note(self):
-        with self._condition:
-            self._state.write(self._run_dir)
-            self._condition.notify_all()
-
-    # The thread copies the waiting checkpoint. Meanwhile `upload` may replace it, and the next turn takes the newest:
-    # however slow the mirror is, no queue grows.
-    def _work(self):
-        while True:
-            with self._condition:
-                self._condition.wait_for(lambda: self._rounded or self._waiting or self._is_over)
-                if self._is_over:
-                    return
-                rounded = self._rounded
-                path = self._waiting
-            try:
-                if rounded:
-                    self._copy_rounded(rounded)
-                else:
-                    self._copy(path)
-            except Cancelled:
-                say(f"{path.name} waits: the state at the notice of preemption is copied first")
-            except (Interruption, BadInput) as error:
-                self._failed(rounded or path, error)
-
-    def _copy_rounded(self, path):
-        started = time.monotonic()
-        self._mirror.copy(path, self._run_dir / METRICS_FILE, ROUNDED)
-        say(f"copied {path.name}, rounded, to {self._mirror.url} in {time.monotonic() - started:.1f} s")
-        with self._condition:
-            self._rounded = None
-            self._note()
-
-    def _copy(self, path):
-        started = time.monotonic()
-        self._mirror.copy(path, path.parent / METRICS_FILE, is_cancelled=lambda: self._rounded is not None)
-        say(f"copied {path.name} to {self._mirror.url} in {time.monotonic() - started:.0f} s")
-        self._state.copied(path.name)
-        self._retry_s = self._first_retry_s
-        self._note()
-        try:
-            self._mirror.prune(path.name)
-        except (Interruption, BadInput) as error:
-            say(f"warning: old checkpoints stay in {self._mirror.url}: {error}")
-        with self._condition:
-            # A newer one that `upload` has named meanwhile stays.
-            if self._waiting == path:
-                self._waiting = None
-            self._note()
-
-    def _failed(self, path, error):
-        with self._condition:
-            if self._is_over:
-                return
-            if str(error) != self._state.error:
-                say(f"warning: {path.name} is not in {self._mirror.url}: {error}; trying again")
-            self._state.error = str(error)
-            if isinstance(error, BadInput):
-                self._refused = path
-                self._rounded = None if self._rounded == path else self._rounded
-            self._note()
-            # Not for as long if something else is to be copied by now: a newer checkpoint, or a rounded one.
-            self._condition.wait_for(lambda: (self._rounded or self._waiting) != path, self._retry_s)
-            self._retry_s = min(2 * self._retry_s, RETRY_S)

@@ -7,7 +7,8 @@ from shlex import quote
 
 from nanochat.checkpoint import on_disk
 from nanochat.checkpoint.meta import load_meta
-from nanochat.checkpoint.mirror import STATE_FILE, Mirror, MirrorState, patiently, run_mirror
+from nanochat.checkpoint.mirror import Mirror, patiently, run_mirror
+from nanochat.checkpoint.uploader import STATE_FILE, MirrorState
 from nanochat.common import BadInput, get_base_dir, move_aside, say
 from nanochat.data.storage import Interruption
 from nanochat.record.observe import parse_profile_steps

@@ -5,8 +5,8 @@ import time
 from pathlib import Path
 
 from nanochat.checkpoint import rounded, saver
-from nanochat.checkpoint.mirror import Uploader
 from nanochat.checkpoint.pieces import Layout
+from nanochat.checkpoint.uploader import Uploader
 from nanochat.common import say
 from nanochat.device.collectives import thread_barrier
 from nanochat.run.transfer import send_lanes

@@ -12,9 +12,9 @@ import torch
 
 from nanochat.checkpoint import on_disk
 from nanochat.checkpoint.meta import Meta, rng_state
-from nanochat.checkpoint.mirror import MirrorState
 from nanochat.checkpoint.pieces import sizes_of
 from nanochat.checkpoint.saver import SaveOptions, save_checkpoint, save_lane_states
+from nanochat.checkpoint.uploader import MirrorState
 from nanochat.device.ranks import Dist
 from nanochat.train.flags import RecordFlags
 from nanochat.train.saves import Saves

@@ -6,8 +6,9 @@ import time
 import pytest
 
 from nanochat.checkpoint import mirror
-from nanochat.checkpoint.mirror import Mirror, MirrorState, Uploader, run_mirror
+from nanochat.checkpoint.mirror import Mirror, run_mirror
 from nanochat.checkpoint.on_disk import MODEL, Kept
+from nanochat.checkpoint.uploader import MirrorState, Uploader
 from nanochat.common import BadInput, Outage
 from nanochat.data.storage import Interruption
 from scripts import base_train
@@ -42,6 +43,23 @@ def test_mirror_json_says_what_is_saved_and_what_is_copied(run_dir, state, tmp_p
     uploads.upload(run_dir / "step_000001")  # as after a restart: there is nothing to copy
     assert uploads.finish()
     assert state()["behind_since"] is None and state()["newest_copied"] == "step_000001"
+
+
+def test_the_end_copies_what_the_metrics_have_got_since_the_checkpoint(run_dir, bucket, tmp_path, capsys):
+    for there in (run_mirror("gs://b", "run", Kept(1)), Mirror(str(tmp_path / "mirror"), Kept(1))):
+        uploads = begin(there, run_dir)
+        uploads.upload(save(run_dir, 1))
+        eventually(lambda there=there: there.whole_copies())
+        with (run_dir / "metrics.jsonl").open("a") as file:
+            file.write('{"step": 1, "val_bpb": 1.5}\n')
+        assert uploads.finish()
+        copy = tmp_path / "copy"
+        copy.mkdir(exist_ok=True)
+        there._copy([f"{there.url}/metrics.jsonl"], copy)
+        assert (copy / "metrics.jsonl").read_text() == (run_dir / "metrics.jsonl").read_text()
+    (run_dir / "metrics.jsonl").unlink()
+    assert begin(there, run_dir).finish()  # a warning, and not the end of the run
+    assert "warning: the last lines of metrics.jsonl are not in " in capsys.readouterr().out
 
 
 def test_a_mirror_that_falls_behind_is_seen_and_gets_the_newest_checkpoint_once_it_is_back(run_dir, state, bucket,

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from nanochat.checkpoint import mirror, saver
+from nanochat.checkpoint import saver, uploader
 from nanochat.run import watchdog
 from nanochat.run.agreement import SAVE, RankAgreement, Requests
 from tests.run.faulty_ranks import RANKS
@@ -53,4 +53,4 @@ def test_a_step_may_take_twenty_times_its_usual_time():
 
 def test_the_end_may_take_as_long_as_its_waits_for_the_disk_and_the_mirror():
     """Ranks other than 0 come to the end at once and have nothing to do there."""
-    assert watchdog.limit_s("end", 600, usual_s=1) > saver.END_TIMEOUT_S + mirror.END_TIMEOUT_S + 60
+    assert watchdog.limit_s("end", 600, usual_s=1) > saver.END_TIMEOUT_S + uploader.END_TIMEOUT_S + 60
