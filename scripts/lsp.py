@@ -33,7 +33,10 @@ def main(argv=None):
 
 def run(server):
     """Talks to the editor until it ends."""
-    logging.getLogger("pygls").setLevel(logging.CRITICAL)  # its messages contain the user's text
+    # Messages of the first contain the user's text. The second prints a traceback for each answer to an editor that has
+    # died.
+    for name in ("pygls", "concurrent.futures"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     output = open(os.dup(1), "wb")  # a copy, because pygls closes it
     # In a thread: pygls would heed Ctrl-C only once its input ends.
     ThreadPoolExecutor(1).submit(server.start_io, stdout=output).result()

@@ -288,3 +288,11 @@ def test_a_signal_ends_it_though_its_input_is_open(how, status, said):
 def test_a_closed_input_is_one_line():
     done = subprocess.run(["sh", "-c", '"$@" <&-', "sh", *COMMAND], capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and "standard input" in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_an_editor_that_has_died_leaves_no_traceback():
+    process = subprocess.Popen(COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdout.close()
+    process.stdin.write(INITIALIZE)
+    process.stdin.close()
+    assert process.stderr.read() == b"" and process.wait(60) == 0
