@@ -12,9 +12,10 @@ from nanochat.corpus.archives import MAX_LICENCE_BYTES
 from nanochat.corpus.duplicates import bands, signature
 from nanochat.corpus.filters import EMAILS, Filters, is_permissive, replace_emails
 from nanochat.corpus.runs import RUN_SCHEMA, key_of, write_run
-from nanochat.corpus.sources import LICENCE_FILE, SUFFIXES, check_sums, check_unchanged, iter_files, readable
+from nanochat.corpus.sources import LICENCE_FILE, check_sums, check_unchanged, iter_files, readable
 from nanochat.corpus.tables import Row, iter_rows
 from nanochat.corpus.workers import partial_path
+from nanochat.data.projects import SUFFIXES
 
 RECIPE = 3  # to be increased when a change to this file or to corpus.py makes another corpus from the same files
 HELD_OUT = "_val.parquet"  # end of the names of runs of held-out documents

@@ -17,9 +17,8 @@ from pathlib import Path
 
 from nanochat.common import BadInput, say
 from nanochat.corpus.archives import TARBALL, check_sha256, iter_archive
+from nanochat.data.projects import SUFFIXES
 
-SUFFIXES = (".c", ".cc", ".cpp", ".cxx", ".c++", ".h", ".hh", ".hpp", ".hxx", ".h++", ".inl", ".ipp", ".tcc", ".tpp",
-            ".txx", ".ixx", ".cppm", ".cu", ".cuh")
 LICENCE_FILE = re.compile(r"(?:licen[cs]e|copying)[^/]*|debian/copyright", re.IGNORECASE)
 
 

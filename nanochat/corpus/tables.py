@@ -21,8 +21,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from nanochat.common import BadInput, say
-from nanochat.corpus.sources import SUFFIXES, Table, directory_source, readable, walk
+from nanochat.corpus.sources import Table, directory_source, readable, walk
 from nanochat.corpus.where import chosen, find_fields, find_places
+from nanochat.data.projects import SUFFIXES
 
 # What a column is for, and the names under which public corpora have it: the first that is there counts.
 ROLES = {

@@ -16,6 +16,8 @@ from nanochat.common import BadInput
 
 SEPARATOR = "\0"
 FILE_SEP = "<|file_sep|>"
+SUFFIXES = (".c", ".cc", ".cpp", ".cxx", ".c++", ".h", ".hh", ".hpp", ".hxx", ".h++", ".inl", ".ipp", ".tcc", ".tpp",
+            ".txx", ".ixx", ".cppm", ".cu", ".cuh")  # of C and C++
 
 
 def encode_document(piece, tokenizer):

@@ -3,7 +3,9 @@ runs it."""
 import json
 import os
 import re
+from contextlib import suppress
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -14,11 +16,14 @@ from pygls.uris import to_fs_path
 from pygls.workspace import TextDocument
 
 from nanochat.common import BadInput
+from nanochat.data.projects import SUFFIXES
 
 TIMEOUT_S = 60
 MAX_SIDE = 1 << 15  # characters before, and after, the cursor that are sent: more than a model reads
 MAX_OTHERS = 1 << 16  # characters of other files that are sent
 MAX_FILES = 256  # more are refused
+MAX_BESIDE = 64  # files of the folder that are read, of its first MAX_ENTRIES
+MAX_ENTRIES = 4096
 STATUS_REPLACED = 499
 
 _LINE = re.compile(r"[^\r\n]*(?:\r\n|\n|\r)|[^\r\n]+")
@@ -93,8 +98,8 @@ def segments_at(workspace, document, params):
 
 def other_files(workspace, document):
     """Returns (path in its root, text) of files that may help to complete `document`, the most helpful one last: what
-    it includes, then each other open file and what that includes. A text that does not fit into the rest of MAX_OTHERS
-    is left out."""
+    it includes, then each other open file and what that includes, then the files of its folder. A text that does not
+    fit into the rest of MAX_OTHERS is left out."""
     find = cache(real_path)  # because open files include the same headers
     opened = {find(other.path): other.source for other in workspace.text_documents.values()}
     roots = []
@@ -109,6 +114,7 @@ def other_files(workspace, document):
     candidates = [*included(here, opened[here], roots, find)]
     for path in reversed(opened):
         candidates += [path, *included(path, opened[path], roots, find)]
+    candidates += beside(here)
     texts = {here: ""}
     room = MAX_OTHERS
     for path in candidates:
@@ -140,6 +146,18 @@ def included(path, text, roots, find):
             if any(map(found.is_relative_to, (path.parent, *roots))):
                 yield found
                 break
+
+
+def beside(path):
+    """Returns the C and C++ files in the folder of the file `path`, at most MAX_BESIDE, those whose names begin alike
+    first."""
+    names = []
+    with suppress(OSError), os.scandir(path.parent) as entries:
+        for entry in islice(entries, MAX_ENTRIES):
+            if entry.name.lower().endswith(SUFFIXES) and entry.is_file(follow_symlinks=False):
+                names.append(entry.name)
+    names.sort(key=lambda name: (-len(os.path.commonprefix([name, path.name])), name))
+    return [path.parent / name for name in names[:MAX_BESIDE]]
 
 
 def real_path(path):

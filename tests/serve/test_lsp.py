@@ -168,6 +168,19 @@ def test_open_files_and_what_they_include_are_read_within_a_budget(tmp_path):
         ("util.h", "util.h"), ("util.cpp", util), ("part.h", "part in its buffer")]
 
 
+def test_files_of_the_folder_fill_the_room_that_is_left_those_with_similar_names_first(tmp_path):
+    for name in ("reader.cc", "read_only.h", "Zip.CPP", "notes.txt", "part.h", "core"):
+        (tmp_path / name).write_text(f"{name} on disk")
+    (tmp_path / "big.cc").write_text("x" * MAX_OTHERS)
+    os.mkfifo(tmp_path / "read_pipe.h")  # reading it would wait for ever
+    (tmp_path / "outside.h").symlink_to(tmp_path.parent)
+    (tmp_path / "folder.h").mkdir()
+    opened = {tmp_path / "reader.cc": "the buffer", tmp_path / "open.txt": "open",
+              tmp_path / "reader.h": '#include "part.h"'}
+    texts = ["Zip.CPP on disk", "read_only.h on disk", "the buffer", "open", "part.h on disk"]
+    assert [text for _, text in other_files(*workspace_of(opened, [tmp_path]))] == texts
+
+
 def test_names_without_a_file_cost_little(tmp_path, monkeypatch):
     (tmp_path / "part.h").write_text("part")
     text = "#include <vector>\n" * 50_000 + '#include "part.h"\n'
