@@ -99,8 +99,8 @@ class Uploader:
 
     def finish(self, is_told_to_end=lambda: False):
         """Waits until the newest checkpoint is in the mirror, or the mirror refuses it for good, or is_told_to_end(),
-        or END_TIMEOUT_S have passed; then copies the metrics, which evaluations after it have made longer. Returns
-        whether the checkpoint is there."""
+        or END_TIMEOUT_S have passed. Returns whether it is there. Then copies the metrics once more, because the last
+        evaluation comes after the last checkpoint."""
         is_there = self._wait_for_newest(is_told_to_end)
         if is_there and not is_told_to_end():
             try:
@@ -110,6 +110,7 @@ class Uploader:
         return is_there
 
     def _wait_for_newest(self, is_told_to_end):
+        """Waits and returns as `finish` does."""
         deadline = time.monotonic() + END_TIMEOUT_S
         has_said = False
         with self._condition:

@@ -8,7 +8,7 @@ from functools import cache
 from os.path import commonprefix
 
 from nanochat.data.fim import condensed
-from nanochat.data.projects import SEPARATOR
+from nanochat.data.projects import SEPARATOR, alike_first
 
 VERSION = 4  # to be increased when a change to this file makes another corpus from the same files
 CONTEXT_BYTES = 1 << 13  # of a document's context at most, of which a file takes half at most
@@ -80,7 +80,7 @@ def nearest(path, includes, beside):
     found = [path]
     at = bisect_left(beside, path)
     around = beside[max(0, at - BESIDE):at + BESIDE]  # names that begin alike are neighbours
-    for other in sorted(around, key=lambda other: (-len(commonprefix([path, other])), other)):
+    for other in alike_first(around, path):
         if other != path:
             found.append(other)
             yield other

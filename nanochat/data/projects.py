@@ -10,6 +10,8 @@ the gap in training (fim.py) and in the prompt of an editor (infer/prompt.py).
 No file of a corpus contains the separator, the character 0, and only shards that say so are read like this.
 corpus/packing.py writes both.
 """
+from os.path import commonprefix
+
 import numpy as np
 
 from nanochat.common import BadInput
@@ -39,6 +41,11 @@ def encode_document(piece, tokenizer):
 def files_of(context):
     """Returns the (path, text) of each file of a context, as an editor sends them."""
     return tuple(file.partition("\n")[::2] for file in context.split(SEPARATOR)[1:])
+
+
+def alike_first(paths, path):
+    """Returns `paths` sorted: the more of its beginning one shares with `path`, the earlier it comes."""
+    return sorted(paths, key=lambda other: (-len(commonprefix([path, other])), other))
 
 
 def require_files(shards, what):

@@ -16,14 +16,14 @@ from pygls.uris import to_fs_path
 from pygls.workspace import TextDocument
 
 from nanochat.common import BadInput
-from nanochat.data.projects import SUFFIXES
+from nanochat.data.projects import SUFFIXES, alike_first
 
 TIMEOUT_S = 60
 MAX_SIDE = 1 << 15  # characters before, and after, the cursor that are sent: more than a model reads
 MAX_OTHERS = 1 << 16  # characters of other files that are sent
 MAX_FILES = 256  # more are refused
-MAX_BESIDE = 64  # files of the folder that are read, of its first MAX_ENTRIES
-MAX_ENTRIES = 4096
+MAX_BESIDE = 64  # files of the folder that are sent
+MAX_ENTRIES = 4096  # of the folder that are looked at
 STATUS_REPLACED = 499
 
 _LINE = re.compile(r"[^\r\n]*(?:\r\n|\n|\r)|[^\r\n]+")
@@ -149,15 +149,14 @@ def included(path, text, roots, find):
 
 
 def beside(path):
-    """Returns the C and C++ files in the folder of the file `path`, at most MAX_BESIDE, those whose names begin alike
-    first."""
+    """Returns up to MAX_BESIDE C and C++ files of the folder of the file `path`, first those whose names begin like its
+    name."""
     names = []
     with suppress(OSError), os.scandir(path.parent) as entries:
         for entry in islice(entries, MAX_ENTRIES):
             if entry.name.lower().endswith(SUFFIXES) and entry.is_file(follow_symlinks=False):
                 names.append(entry.name)
-    names.sort(key=lambda name: (-len(os.path.commonprefix([name, path.name])), name))
-    return [path.parent / name for name in names[:MAX_BESIDE]]
+    return [path.parent / name for name in alike_first(names, path.name)[:MAX_BESIDE]]
 
 
 def real_path(path):
