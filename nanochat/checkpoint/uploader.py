@@ -102,12 +102,18 @@ class Uploader:
         or END_TIMEOUT_S have passed. Returns whether it is there. Then copies the metrics once more, because the last
         evaluation comes after the last checkpoint."""
         is_there = self._wait_for_newest(is_told_to_end)
-        if is_there and not is_told_to_end():
-            try:
-                self._mirror.copy_metrics(self._run_dir / METRICS_FILE, TRY_TIMEOUT_S)
-            except (Interruption, BadInput) as error:
-                say(f"warning: the last lines of {METRICS_FILE} are not in {self._mirror.url}: {error}")
+        if is_there:
+            copying = threading.Thread(target=self._copy_metrics, name="metrics", daemon=True)
+            copying.start()
+            while copying.is_alive() and not is_told_to_end():
+                copying.join(POLL_S)
         return is_there
+
+    def _copy_metrics(self):
+        try:
+            self._mirror.copy_metrics(self._run_dir / METRICS_FILE, TRY_TIMEOUT_S)
+        except (Interruption, BadInput) as error:
+            say(f"warning: the last lines of {METRICS_FILE} are not in {self._mirror.url}: {error}")
 
     def _wait_for_newest(self, is_told_to_end):
         """Waits and returns as `finish` does."""

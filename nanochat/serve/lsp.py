@@ -101,20 +101,21 @@ def other_files(workspace, document):
     it includes, then each other open file and what that includes, then the files of its folder. A text that does not
     fit into the rest of MAX_OTHERS is left out."""
     find = cache(real_path)  # because open files include the same headers
-    opened = {find(other.path): other.source for other in workspace.text_documents.values()}
+    opened = {place_of(other, find): other.source for other in workspace.text_documents.values()}
     roots = []
     for folder in workspace.folders.values():
         if path := to_fs_path(folder.uri):
             roots.append(find(path))
     if not roots and workspace.root_path:
         roots = [find(workspace.root_path)]
-    here = find(document.path)
+    here = place_of(document, find)
     # The most helpful come first here, so that the room is theirs, and last in the result. `here` has no text among
     # them: the prompt has it already.
     candidates = [*included(here, opened[here], roots, find)]
     for path in reversed(opened):
         candidates += [path, *included(path, opened[path], roots, find)]
-    candidates += beside(here)
+    if here.is_absolute():
+        candidates += beside(here)
     texts = {here: ""}
     room = MAX_OTHERS
     for path in candidates:
@@ -159,8 +160,15 @@ def beside(path):
     return [path.parent / name for name in alike_first(names, path.name)[:MAX_BESIDE]]
 
 
+def place_of(document, find):
+    """Returns the real path of a document that is a file. Another one, such as untitled:1 or a page, is near no file of
+    this machine, so it gets a relative path. find: real_path."""
+    return find(document.path) if document.uri.startswith("file:///") else Path(f"./{document.uri}")
+
+
 def real_path(path):
-    return Path(os.path.realpath(path.replace("\0", "")))  # a URI may contain %00
+    path = path.replace("\0", "").encode(errors="replace").decode()  # a URI may contain %00, and half a surrogate
+    return Path(os.path.realpath(path))
 
 
 def read_up_to(path, num_bytes):

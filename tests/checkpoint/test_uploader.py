@@ -62,6 +62,15 @@ def test_the_end_copies_what_the_metrics_have_got_since_the_checkpoint(run_dir, 
     assert "warning: the last lines of metrics.jsonl are not in " in capsys.readouterr().out
 
 
+def test_a_copy_of_the_metrics_that_hangs_ends_when_the_run_is_told_to_end(run_dir, tmp_path, monkeypatch):
+    uploads = begin(Mirror(str(tmp_path / "mirror"), Kept(1)), run_dir)
+    hangs = threading.Event()
+    goes_on = threading.Event()
+    monkeypatch.setattr(Mirror, "copy_metrics", lambda *_: hangs.set() or goes_on.wait())
+    assert uploads.finish(hangs.is_set)
+    goes_on.set()
+
+
 def test_a_mirror_that_falls_behind_is_seen_and_gets_the_newest_checkpoint_once_it_is_back(run_dir, state, bucket,
                                                                                          capsys):
     uploads = begin(run_mirror("gs://b", "run", Kept(1)), run_dir, first_retry_s=0.2)

@@ -181,6 +181,17 @@ def test_files_of_the_folder_fill_the_room_that_is_left_those_with_similar_names
     assert [text for _, text in other_files(*workspace_of(opened, [tmp_path]))] == texts
 
 
+@pytest.mark.parametrize("uri", ["untitled:new.c", "untitled:{folder}/new.c", "vscode-vfs://github{folder}/new.c",
+                                 "http://host{folder}/new.c", "new.c", "file:new.c", "file:///\ud800/new.c"])
+def test_a_document_that_is_no_file_is_near_no_file(tmp_path, monkeypatch, uri):
+    (tmp_path / "secret.c").write_text("secret")
+    monkeypatch.chdir(tmp_path)
+    uri = uri.format(folder=tmp_path)
+    workspace, _ = workspace_of({tmp_path.parent / "other.c": "other"})
+    workspace.put_text_document(types.TextDocumentItem(uri, "c", 1, '#include "secret.c"'))
+    assert [text for _, text in other_files(workspace, workspace.get_text_document(uri))] == ["other"]
+
+
 def test_names_without_a_file_cost_little(tmp_path, monkeypatch):
     (tmp_path / "part.h").write_text("part")
     text = "#include <vector>\n" * 50_000 + '#include "part.h"\n'
