@@ -4,7 +4,7 @@ PYTHON ?= python3
 .DELETE_ON_ERROR:
 
 # TEST_PROCESSES run tests at the same time. Two cores keep four busy, because many tests wait; the slow ones need memory.
-PYTEST = .venv/bin/python -m pytest --no-loadscope-reorder
+PYTEST = .venv/bin/python -m pytest --dist=loadgroup --no-loadscope-reorder
 
 .PHONY: demo test test-all eval lint
 demo: .venv/installed

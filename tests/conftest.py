@@ -74,39 +74,22 @@ def group_of(nodeid):
     return nodeid if path.startswith(DEPLOY) else path
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config, log):
-    """As many processes as there are more than cores, but one at least, take tests of deploy/ until there are none, so
-    that the others keep the cores busy all the time."""
-    from xdist.scheduler import LoadScopeScheduling
-
-    class Groups(LoadScopeScheduling):
-        def _split_scope(self, nodeid):
-            return group_of(nodeid)
-
-        def _assign_work_unit(self, node):
-            others = [work for other, work in self.assigned_work.items() if other is not node]
-            waiting = sum(any(group.startswith(DEPLOY) and not all(tests.values()) for group, tests in work.items())
-                          for work in others)
-            waits = waiting < max(1, self.numnodes - len(os.sched_getaffinity(0)))
-            for group in self.workqueue:
-                if group.startswith(DEPLOY) == waits:
-                    self.workqueue.move_to_end(group, last=False)
-                    break
-            super()._assign_work_unit(node)
-
-    return Groups(config, log)
-
-
-@pytest.hookimpl(trylast=True)
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Sorts the groups by LONG, and of the tests of deploy/ the slow ones before the others."""
+    """Marks each test with its group, for --dist=loadgroup. Sorts the groups by LONG, with the tests of deploy/ spread
+    among the others, the slow ones first: so a process waits while another computes."""
     def place(item):
         group = group_of(item.nodeid)
         is_quick = group.startswith(DEPLOY) and not item.get_closest_marker("slow")
         return next((at for at, name in enumerate(LONG) if group.startswith(name)), len(LONG)), is_quick
 
-    items.sort(key=place)
+    places = {}
+    for waits in (False, True):
+        kind = sorted((item for item in items if item.nodeid.startswith(DEPLOY) == waits), key=place)
+        places |= {item: at / len(kind) for at, item in enumerate(kind)}
+    items.sort(key=places.get)
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(group_of(item.nodeid)))
 
 
 # -----------------------------------------------------------------------------

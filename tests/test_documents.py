@@ -358,42 +358,9 @@ def test_the_documents_stay_short():
     assert sum(len((ROOT / path).read_text().split()) for path in paths) <= 24_919
 
 
-@pytest.mark.parametrize("line, problem", [
-    ("python3 -m scripts.base_train --dept=16", "--dept=16 is not a flag"),
-    ("CPU_NUM_DEVICES=2 python3 -m scripts.base_train --depth=x > log 2>&1 &", "--depth=x is not a whole number"),
-    ("python3 -m scripts.tpu_preflight --accelerator=v6e-4 --no_such_flag", "--no_such_flag is not a flag"),
-    ("python3 -m scripts.tpu_preflight --depth=16", "required: --accelerator"),
-    ("head -3 a.cpp | python3 -m scripts.generate --chekpoint=RUN", "--chekpoint=RUN is not a flag"),
-    ("python3 -m scripts.tpu_advice", "required: RUN"),
-    ("python3 -m scripts.trian --depth=16", "no module scripts.trian"),
-    ("deploy/create.sh nano-1 --zons=a", "unknown flag --zons"),
-    ("nohup deploy/watch.sh nano-1 --max_usd=50 -- --dept=16 >watch.log 2>&1 &", "--dept=16 is not a flag"),
-    ("deploy/launch.sh nano-1", "no script deploy/launch.sh"),
-    ("make demonstration", "no make target demonstration"),
-    ("frobnicate --all", "frobnicate is a program that this test does not know"),
-])
-def test_a_stale_command_is_found(line, problem):
-    (words,) = [words for words in simple_commands(line) if words[0] != "head"]
-    assert problem in problem_of_command(words)
-    assert words in commands(f"Text.\n\n```sh\n{line}   # a remark\n```\n")
-
-
-def test_runs_that_cannot_be_planned_and_commands_in_help_texts_are_found():
-    assert "does not divide" in problem_of_run(["python3", "-m", "scripts.base_train", "--total_batch_size=1000"])
-    preflight = ["python3", "-m", "scripts.tpu_preflight", "--accelerator=v6e-4"]
-    assert problem_of_run(preflight) is None and "--num_heads" in problem_of_run([*preflight, "--num_heads=7"])
-    assert "--num_heads" in problem_of_run(["deploy/train.sh", "nano-1", "--", "--num_heads=7"])
-    assert help_commands("What it does:\n\n    CPU_NUM_DEVICES=2 python3 -m scripts.base_train --depth=4 \\\n"
-                         "        --max_seq_len=256    # a remark\nOr:\n  deploy/fetch.sh HOST [RUN]     the VM's\n"
-                         "    depth = 4\n") == [
-        ["python3", "-m", "scripts.base_train", "--depth=4", "--max_seq_len=256"], ["deploy/fetch.sh", "HOST", "[RUN]"]]
-
-
-def test_stale_flags_files_and_links_are_found():
-    assert problem_of_span("--dept") == "no flag --dept" and problem_of_span("--depth=16") is None
-    assert problem_of_span("nanochat/common.py") is None
-    assert problem_of_span("nanochat/commom.py") == "no file nanochat/commom.py"
-    assert problem_of_span("no_such_module.py") == "no file of the name no_such_module.py"
-    assert problem_of_link("docs/data.md", "../README.md#put-it-on-a-tpu") is None
-    assert problem_of_link("docs/data.md", "README.md") == "no file README.md"
-    assert problem_of_link("README.md", "docs/data.md#no-such-section") == "no section docs/data.md#no-such-section"
+def test_the_sections_that_help_texts_and_errors_name_exist():
+    found = {(path, target) for path in files() if path.startswith(("nanochat/", "scripts/")) and path.endswith(".py")
+             for target in re.findall(r"docs/[\w/]+\.md(?:#[\w-]+)?", (ROOT / path).read_text())}
+    problems = [f"{path}: {problem}" for path, target in found if (problem := problem_of_link("README.md", target))]
+    assert ("nanochat/train/flags.py", "docs/training.md#kernels") in found
+    assert not problems, "\n".join(problems)
