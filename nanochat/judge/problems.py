@@ -1,13 +1,10 @@
 """Reads sets of programming problems: a prompt to complete, tests that decide, and usually a solution.
 
 The project's own set is the folder problem_set: a C++ program for each problem, whose parts begin with lines such as
-`//@ solution`. Four other formats are read, as parquet or as JSON lines, also compressed by gzip:
+`//@ solution`. Two other formats are read, as parquet or as JSON lines, also compressed by gzip:
 
 - HumanEval-X (Zheng et al., arXiv 2303.17568), with the keys task_id, prompt, declaration, canonical_solution and test
-- McEval (Chai et al., arXiv 2406.07436), with the same keys except declaration
 - MultiPL-E (Cassano et al., arXiv 2208.08227), of HumanEval or MBPP, with the keys name, prompt and tests
-- CRUXEval-X (Xu et al., arXiv 2408.13001), with the keys id, code and output_reasoning: the prompt is a function and a
-  test without the value that the function returns
 """
 import gzip
 import hashlib
@@ -17,14 +14,14 @@ import os
 import re
 import sys
 import zlib
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pyarrow.parquet as pq
 
 from nanochat.common import BadInput, expand_path, flag, read_named, require_file, say
 from nanochat.judge.gaps import brackets
-from nanochat.judge.judge import FAILED, NO_CODE, Judge, Verdict, has_code
+from nanochat.judge.judge import NO_CODE, Judge, Verdict, has_code
 from nanochat.judge.unfinished import closers
 
 OWN = Path(__file__).with_name("problem_set")
@@ -39,7 +36,6 @@ class Problem:
     solution: str | None = None  # continues the prompt, to the end of the function or class
     difficulty: str = ""
     preamble: str = ""  # headers that the program needs, hidden from the model
-    forbidden: str = field(default="", repr=False)  # a regular expression of what the completion must not use
 
     def program(self, completion):
         """Returns the code of the prompt with a completion: a model's text before STOP, or the whole solution."""
@@ -56,8 +52,6 @@ class Problem:
         """Returns the Verdict of a completion that ends before STOP."""
         if not has_code(text):
             return Verdict(NO_CODE, "")
-        if self.forbidden and (found := re.search(self.forbidden, text)):
-            return Verdict(FAILED, f"{found[0]} is what it had to tell")
         return judge.judge(self.program(text + self.closing()), self.tests)
 
     def missing_header(self):
@@ -83,8 +77,8 @@ def read_problems(path=None, name="--problems"):
     except OSError as error:
         raise BadInput(f"{name}={path} cannot be read: {error.strerror or error}") from None
     except (ValueError, EOFError, zlib.error) as error:
-        raise BadInput(f"{name}={path} is no set of problems of HumanEval-X, McEval, MultiPL-E, CRUXEval-X or this "
-                       f"project: {error}") from None
+        raise BadInput(f"{name}={path} is no set of problems of HumanEval-X, MultiPL-E or this project: {error}"
+                       ) from None
     if not problems:
         raise BadInput(f"{name}={path} holds no problem")
     return _distinct(problems, f"{name}={path}")
@@ -219,39 +213,18 @@ def _read_foreign(data):
 
 def _foreign(row):
     """Returns the Problem of a row of another set. Raises ValueError for text that is no UTF-8."""
-    number = row.get("id")
     # An empty text counts as missing: without its tests, no code would pass.
     row = {key: value for key, value in row.items() if isinstance(value, str) and value.strip()}
     "".join(row.values()).encode()
-    if "output_reasoning" in row:
-        return _of_cruxeval(f"CRUXEval-X/{number}", row["code"], row["output_reasoning"])
     if "canonical_solution" not in row:
         tests = row["tests"].lstrip()  # they begin with the brace that closes the function
         return Problem(row["name"], row["prompt"], tests.removeprefix("}"), row.get("solution"))
-    if "declaration" in row:
-        # Only the headers of the declaration are used, because the declaration of CPP/38 has an error.
-        preamble = ""
-        for line in row["declaration"].splitlines():
-            if line.startswith("#include") and line not in row["prompt"]:
-                preamble += f"{line}\n"
-        return Problem(row["task_id"], row["prompt"], row["test"], row["canonical_solution"], preamble=preamble)
-    # McEval's prompts end with the signature, and its solutions begin with the brace.
-    solution = row["canonical_solution"].strip()
-    if not solution.startswith("{"):
-        raise ValueError("the row has no declaration, as in HumanEval-X, and its solution no first brace, as in McEval")
-    solution = solution.removeprefix("{").lstrip("\n")
-    return Problem(f"McEval/{row['task_id']}", row["prompt"].rstrip() + " {\n", row["test"], f"{solution}\n")
-
-
-def _of_cruxeval(name, code, output_reasoning):
-    """Returns the Problem to tell a function's value. code: the function, and main() with its test; output_reasoning:
-    the end of `code` with ???? in the place of the value. Raises ValueError if it is not."""
-    begin, mark, _ = output_reasoning.partition("????")
-    function, _, solution = code.rpartition(begin)
-    if not mark or not solution:
-        raise ValueError(f"output_reasoning of {name} is not the end of its code with ????")
-    # A test of the function against itself would always pass.
-    return Problem(name, function + begin, "", solution, forbidden=r"\bcandidate\b|\bf\(")
+    # Only the headers of the declaration are used, because the declaration of CPP/38 has an error.
+    preamble = ""
+    for line in row["declaration"].splitlines():
+        if line.startswith("#include") and line not in row["prompt"]:
+            preamble += f"{line}\n"
+    return Problem(row["task_id"], row["prompt"], row["test"], row["canonical_solution"], preamble=preamble)
 
 
 def usable(problems):

@@ -150,40 +150,23 @@ HUMANEVAL_X = """{"task_id": "CPP/0", "prompt": "#include<vector>\\nint f(int x)
 "test": "#include<assert.h>\\nint main(){ assert(f(-1) == 1); }\\n"}\n"""
 MULTIPL_E = """{"name": "HumanEval_0_f", "prompt": "long f(long x) {\\n", "tests": \
 "}\\nint main() { return f(1) != 2; }\\n", "stop_tokens": ["\\n}"]}\n"""
-MCEVAL = {
-    "task_id": "CPP/14", "prompt": "#include <cassert>\n/*\n * Returns the number after x.\n */\nint next(int x)",
-    "canonical_solution": "{\n    return x + 1;\n}",
-    "test": "int main() {\n    assert(next(1) == 2);\n    return 0;\n}",
-    "entry_point": "next", "signature": "int next(int x)", "docstring": "Returns the number after x.",
-    "instruction": "Write a CPP function `int next(int x)`", "level": "easy"}
 MBPP = {
     "name": "mbpp_3_is_not_prime", "language": "cpp", "prompt": "#include<assert.h>\n#include<bits/stdc++.h>\n"
     "// Write a cppthon function to identify non-prime numbers.\nbool is_not_prime(long n) {\n",
     "doctests": "transform", "original": "mbpp_3_is_not_prime.py", "prompt_terminology": "reworded",
     "tests": "}\nint main() {\n    auto candidate = is_not_prime;\n    assert(candidate((2)) == (false));\n"
     "    assert(candidate((10)) == (true));\n}\n", "stop_tokens": ["\n}"]}
-_FUNCTION = "#include<assert.h>\n#include<bits/stdc++.h>\nlong f(std::string text) {\n    return text.size();\n"
-_TEST = "}\nint main() {\n    auto candidate = f;\n    assert(candidate(%s) == %s);\n}\n"
-CRUXEVAL_X = {"id": 7, "code": _FUNCTION + _TEST % ('("abc")', "(3)"), "input_reasoning": _TEST % ("????", "(3)"),
-              "output_reasoning": _TEST % ('("abc")', "????")}
 
 
-def test_mceval_mbpp_and_cruxeval_x_are_read(judge, tmp_path):
-    rows = [MCEVAL, MBPP, CRUXEVAL_X]
-    (tmp_path / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    mceval, mbpp, cruxeval = problems = read_problems(tmp_path / "problems.jsonl")
-    assert [problem.name for problem in problems] == ["McEval/CPP/14", "mbpp_3_is_not_prime", "CRUXEval-X/7"]
-    assert (mceval.prompt[-19:], mceval.solution) == ("\nint next(int x) {\n", "    return x + 1;\n}\n")
-    assert (cruxeval.prompt[-34:], cruxeval.solution) == ('\n    assert(candidate(("abc")) == ', "(3));\n}\n")
-    for problem, text, status in [
-            (mceval, "    return x + 1;", "passed"), (mceval, "    return x;", "failed"),
-            (mbpp, "    return n % 2 == 0 && n > 2;", "passed"), (mbpp, "    return false;", "failed"),
-            (cruxeval, "(3));", "passed"), (cruxeval, "3); ", "passed"), (cruxeval, "(4));", "failed"),
-            (cruxeval, 'candidate("abc"));', "failed"), (cruxeval, 'f("abc"));', "failed")]:
+def test_mbpp_is_read_as_json_lines_and_as_parquet(judge, tmp_path):
+    (tmp_path / "mbpp.jsonl").write_text(json.dumps(MBPP))
+    [problem] = read_problems(tmp_path / "mbpp.jsonl")
+    assert problem.name == "mbpp_3_is_not_prime"
+    for text, status in [("    return n % 2 == 0 && n > 2;", "passed"), ("    return false;", "failed")]:
         assert problem.verdict(judge, text).status == status, text
     pq.write_table(pa.Table.from_pylist([MBPP]), tmp_path / "mbpp.parquet")
-    assert read_problems(tmp_path / "mbpp.parquet") == [mbpp]
-    assert all(telling_sequences([problem.prompt]) for problem in (mbpp, cruxeval))
+    assert read_problems(tmp_path / "mbpp.parquet") == [problem]
+    assert telling_sequences([problem.prompt])
 
 
 def test_the_formats_of_others_are_read(judge, tmp_path):
@@ -200,10 +183,9 @@ def test_the_formats_of_others_are_read(judge, tmp_path):
     (MULTIPL_E.replace('"tests": "', '"tests": null, "x": "'), "HumanEval-X"), ("[" * 10**5, "HumanEval-X"),
     (MULTIPL_E.replace("HumanEval_0_f", r"\ud800"), "HumanEval-X"),
     (MULTIPL_E + MULTIPL_E[:50], "project: row 2: JSONDecodeError"),
-    (HUMANEVAL_X.replace("declaration", "d"), "row has no declaration"),
-    (MULTIPL_E + json.dumps(MCEVAL | {"test": " "}), "project: row 2: KeyError 'test'"),
+    (HUMANEVAL_X.replace("declaration", "d"), "row 1: KeyError 'declaration'"),
+    (MULTIPL_E + json.dumps(MBPP | {"tests": " "}), "project: row 2: KeyError 'tests'"),
     ("\x1f\x8bxxx", "HumanEval-X"), ("PAR1xxx", "HumanEval-X"),
-    (json.dumps(CRUXEVAL_X | {"output_reasoning": "}"}), "not the end of its code"),
     (MULTIPL_E * 2, "two problems with the name HumanEval_0_f"),
 ])
 def test_a_file_without_problems_is_one_line(tmp_path, content, message):
