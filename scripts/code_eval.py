@@ -52,7 +52,7 @@ def main(argv=None):
         CheckpointFlags: "model", TaskFlags: "what it does", SamplingFlags: "sampling", ResultFlags: "judging"})
     problems = usable(read_sets(of_task.problems))
     if of_task.check:
-        with Judge(judging.unsafe) as judge:
+        with Judge() as judge:
             return check_solutions(problems, judge, judging.num_workers, of_samples.seed)
     device_type = resolve_device_type(of_model.device_type)
     prepare_xla_environment(device_type)
@@ -69,7 +69,7 @@ def main(argv=None):
     others = read_others(judging.against, settings) if judging.against else []
     name = f"{path.parent.name}_{path.name}_{of_task.task}"
     out_dir = results_dir(judging.out_dir, "code_eval", name, settings)
-    with Judge(judging.unsafe) as judge, open_results(out_dir / "samples.jsonl", settings) as results:
+    with Judge() as judge, open_results(out_dir / "samples.jsonl", settings) as results:
         dist = compute_init(device_type)
         model, tokenizer, meta = load_model(path, dist, tokenizer_dir=of_model.tokenizer_dir,
                                             weights=settings["weights"])

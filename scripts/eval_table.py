@@ -20,7 +20,6 @@ from nanochat.run.processes import run_module
 class Flags(CheckpointFlags):
     problems: str = flag("own", "problems with tests and solutions: own, or a file or folder as for code_eval")
     out_dir: Path | None = flag(None, "default: in $NANOCHAT_BASE_DIR/eval", of=expand_path)
-    unsafe: bool = flag(False, "as for code_eval: limits only, without a sandbox")
 
 
 def main(argv=None):
@@ -35,8 +34,6 @@ def main(argv=None):
               f"--problems={flags.problems}"]
     if flags.tokenizer_dir:
         common.append(f"--tokenizer_dir={flags.tokenizer_dir}")
-    if flags.unsafe:
-        common.append("--unsafe")
     tasks = ["functions"]
     if meta.flags.get("fim_rate", 0) > 0:  # without fill in the middle, a model has never seen the prompt of a gap
         tasks.append("infill_functions")

@@ -42,7 +42,7 @@ def main(argv=None):
     methods = fitting(methods, meta, of_problems.is_comparison)
     load = partial(load_writers, of_model, path, device_type, sampling)
     if not of_problems.is_comparison:
-        with Judge(judging.unsafe) as judge:
+        with Judge() as judge:
             return solve(judge, load, problems[0], methods[0], budgets[0], judging.num_workers)
     settings = {
         "format": 1, "task": "search", "items": digest(problems), "num_items": len(problems), "methods": methods,
@@ -51,7 +51,7 @@ def main(argv=None):
         "quantize": of_model.quantize, "checkpoint": f"{path.parent.name}/{path.name}",
         "weights": weights_of(path), "device_type": device_type}
     out_dir = results_dir(judging.out_dir, "solve", f"{path.parent.name}_{path.name}", settings)
-    with Judge(judging.unsafe) as judge, open_results(out_dir / "searches.jsonl", settings) as results:
+    with Judge() as judge, open_results(out_dir / "searches.jsonl", settings) as results:
         torch.set_num_threads(1)  # the searches themselves run in parallel
         writers = load(judging.num_workers, settings["weights"])
         with Progress("problems", len(problems), unit="") as progress:

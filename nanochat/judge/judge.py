@@ -67,7 +67,6 @@ class Verdict:
 class JudgeFlags:
     """How a script judges a model's code."""
     workers: int = flag(-1, "programs judged at the same time; -1: one per core", at_least=1, at_most=1000, unset=-1)
-    unsafe: bool = flag(False, "limits only, without a sandbox: the model's code can read and change files")
 
     @property
     def num_workers(self):
@@ -77,10 +76,10 @@ class JudgeFlags:
 class Judge:
     """Judges programs, each distinct one once. Threads may share it. A context manager."""
 
-    def __init__(self, unsafe=False, compiler_limits=COMPILER_LIMITS, program_limits=PROGRAM_LIMITS):
+    def __init__(self, compiler_limits=COMPILER_LIMITS, program_limits=PROGRAM_LIMITS):
         """Raises BadInput if there is no g++ that works or no sandbox (see Sandbox)."""
         need("g++", "g++")
-        self.sandbox = Sandbox(unsafe)
+        self.sandbox = Sandbox()
         self.compiler_limits = compiler_limits
         self.program_limits = program_limits
         self._lock = threading.Lock()  # of the headers

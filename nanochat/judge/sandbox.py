@@ -1,6 +1,6 @@
 """Runs untrusted programs, such as a model's, where they can do no harm.
 
-Needs bubblewrap 0.8 or newer (Debian 12, Ubuntu 24.04). Without it, only the limits hold: `unsafe`.
+Needs bubblewrap 0.8 or newer (Debian 12, Ubuntu 24.04).
 """
 import json
 import os
@@ -48,14 +48,11 @@ class Result:
 # and no other process. prlimit limits the CPU time, memory, files and number of its processes; this module limits wall
 # time and output. root first becomes the user "nobody", because the kernel does not count the processes of root.
 class Sandbox:
-    def __init__(self, unsafe=False):
-        """Raises BadInput if it cannot run programs here. unsafe: with limits only, for files and network are open."""
-        self.unsafe = unsafe
+    def __init__(self):
+        """Raises BadInput if it cannot run programs here."""
         need("prlimit", "util-linux")
         need("setpriv", "util-linux")
-        if unsafe:
-            return
-        need("bwrap", "bubblewrap", "; --unsafe runs the programs with limits only")
+        need("bwrap", "bubblewrap")
         try:
             tried = self.run(["true"], Limits(cpu_s=5, wall_s=30, memory_bytes=256 * MIB, output_bytes=MIB))
             reason = "" if tried.status == 0 else f"status {tried.status}"
@@ -63,7 +60,7 @@ class Sandbox:
             reason = str(error)
         if reason:
             raise BadInput(f"bubblewrap makes no sandbox here: {reason}; install version 0.8 or newer and enable user "
-                           "namespaces, or take --unsafe, which keeps only the limits")
+                           "namespaces")
 
     # The whole command, from the outside in: `sh` enters the cgroup, `choom` makes it the first to die when memory runs
     # out, `setpriv` turns root into nobody, `bwrap` makes the namespaces and the files, a second `sh` is their first
@@ -77,8 +74,6 @@ class Sandbox:
         with ExitStack() as stack:
             cgroup = stack.enter_context(memory_cgroup(limits.memory_bytes + TMP_BYTES))
             outputs = [stack.enter_context(memory_file(b"")) for _ in range(2)]
-            if self.unsafe:
-                return without_memory(self._run_unsafe(command, limits, files, cgroup, outputs, stack), cgroup)
             descriptors = []
             box = []
             for name, data in files.items():
@@ -92,7 +87,7 @@ class Sandbox:
             command = [*inside(cgroup), *less_privileged(), *bubblewrap(info_of_child, box), *FIRST_PROCESS,
                        *limited(limits), *command]
             try:
-                process = start(command, outputs, pass_fds=[info_of_child, *descriptors])
+                process = start(command, outputs, [info_of_child, *descriptors])
             finally:
                 os.close(info_of_child)
 
@@ -109,32 +104,11 @@ class Sandbox:
                 raise Failure(f"the sandbox failed: {reason or f'status {result.status}'}")
             return result
 
-    def _run_unsafe(self, command, limits, files, cgroup, outputs, stack):
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True)))
-        for name, data in files.items():
-            (folder / name).write_bytes(data)
-            (folder / name).chmod(0o755)
-        folder.chmod(0o777)
-        user = NOBODY if os.geteuid() == 0 else os.getuid()
-        threads = subprocess.run(["ps", "-L", "--no-headers", "-U", str(user)], capture_output=True).stdout
-        num_threads = threads.count(b"\n")  # the limit counts all processes of the user
-        command = [*inside(cgroup), *less_privileged(), "setpriv", "--pdeathsig=KILL", *limited(limits, num_threads),
-                   *command]
-        process = start(command, outputs, cwd=folder, env={"PATH": "/usr/bin:/bin", "TMPDIR": str(folder)})
 
-        def kill():
-            try:
-                os.killpg(process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
-        stack.callback(kill)  # its background processes, too
-        return collect(process, outputs, limits, kill)
-
-
-def need(program, package, otherwise=""):
+def need(program, package):
     """Raises BadInput unless `program` is installed."""
     if not shutil.which(program):
-        raise BadInput(f"there is no {program} to judge programs with: apt-get install {package}{otherwise}")
+        raise BadInput(f"there is no {program} to judge programs with: apt-get install {package}")
 
 
 def memory_file(data):
@@ -220,16 +194,16 @@ def bubblewrap(info, box):
 
 # Stands inside bubblewrap's command, where the processes are counted. The first limit of CPU time sends SIGXCPU, the
 # second SIGKILL.
-def limited(limits, num_processes=0):
+def limited(limits):
     """Returns the beginning of a command with `limits`."""
     return ["prlimit", f"--cpu={limits.cpu_s}:{limits.cpu_s + 1}", f"--as={limits.memory_bytes}", "--core=0",
-            f"--fsize={limits.file_bytes}", f"--nproc={limits.processes + num_processes}", "--nofile=64", "--"]
+            f"--fsize={limits.file_bytes}", f"--nproc={limits.processes}", "--nofile=64", "--"]
 
 
-def start(command, outputs, **options):
-    """Starts a command. outputs: files for its standard output and standard error."""
+def start(command, outputs, descriptors):
+    """Starts a command. outputs: files for its standard output and standard error; descriptors: others that it gets."""
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=outputs[0], stderr=outputs[1],
-                            start_new_session=True, **options)
+                            start_new_session=True, pass_fds=descriptors)
 
 
 # The limit of a file holds for the outputs, too: a program that writes without end is ended by the kernel.
