@@ -120,16 +120,17 @@ def memory_file(data):
 
 
 # No limit of a process covers memory that several share, such as shmget's, nor the sum of several processes. A cgroup
-# does. Root can nearly always make one, an ordinary user only in a session of systemd's own. A judge that is killed
-# leaves an empty one behind.
+# of version 2 does. Root can nearly always make one, an ordinary user only in a session of systemd's own. A judge that
+# is killed leaves an empty one behind.
 @contextmanager
 def memory_cgroup(num_bytes):
     """Yields the folder of a new cgroup with a limit of memory, or None where none can be made."""
     folder = None
     try:
-        parent, limit = parent_cgroup(Path("/proc/self/cgroup").read_text())
+        parent = parent_cgroup(Path("/proc/self/cgroup").read_text())
         folder = Path(tempfile.mkdtemp(prefix="nanochat_", dir=parent))
-        (folder / limit).write_text(str(num_bytes))
+        with open(folder / "memory.max", "r+") as file:  # which the kernel has made, if this is a cgroup of version 2
+            file.write(str(num_bytes))
     except OSError:
         remove_cgroup(folder)
         folder = None
@@ -140,13 +141,12 @@ def memory_cgroup(num_bytes):
 
 
 def parent_cgroup(text):
-    """Returns where a cgroup can stand beside or below this process's own, and the file of its limit of memory."""
-    paths = dict(re.findall(r"^\d+:(.*?):/(.*)$", text, re.MULTILINE))
-    if "memory" in paths:  # version 1
-        return CGROUPS / "memory" / paths["memory"], "memory.limit_in_bytes"
-    # In version 2, a cgroup with processes has no limited ones below it, except the root.
-    own = CGROUPS / paths.get("", "")
-    return own if own == CGROUPS else own.parent, "memory.max"
+    """Returns where a cgroup can stand beside or below this process's own. text: of /proc/self/cgroup."""
+    own = CGROUPS
+    if match := re.search(r"^0::/(.*)$", text, re.MULTILINE):
+        own /= match[1]
+    # A cgroup with processes has no limited ones below it, except the root.
+    return own if own == CGROUPS else own.parent
 
 
 def remove_cgroup(folder):
@@ -166,10 +166,8 @@ def inside(cgroup):
 
 def without_memory(result, cgroup):
     """Returns the Result, stopped by "memory" if the kernel ended a process because its cgroup was full."""
-    if cgroup:
-        for name in ("memory.events", "memory.oom_control"):  # of version 2 and 1
-            if (cgroup / name).exists() and re.search(r"oom_kill [1-9]", (cgroup / name).read_text()):
-                return replace(result, status=None, stopped_by="memory")
+    if cgroup and re.search(r"oom_kill [1-9]", (cgroup / "memory.events").read_text()):
+        return replace(result, status=None, stopped_by="memory")
     return result
 
 

@@ -148,17 +148,19 @@ def test_memory_that_no_process_holds_is_limited_by_a_cgroup():
     assert verdict.status == "crashed" and verdict.message.endswith("stopped: the limit of its memory"), verdict
 
 
-@pytest.mark.parametrize("text, folder, file", [
-    ("4:memory:/a/b\n1:cpu:/\n0::/\n", "memory/a/b", "memory.limit_in_bytes"), ("0::/\n", "", "memory.max"),
-    ("0::/user.slice/session-1.scope\n", "user.slice", "memory.max")])
-def test_a_cgroup_is_made_where_the_kernel_allows_one(text, folder, file):
-    assert parent_cgroup(text) == (Path("/sys/fs/cgroup", folder), file)
+@pytest.mark.parametrize("text, folder", [
+    ("4:memory:/a/b\n0::/\n", ""), ("0::/\n", ""), ("0::/user.slice/session-1.scope\n", "user.slice")])
+def test_a_cgroup_is_made_where_the_kernel_allows_one(text, folder):
+    assert parent_cgroup(text) == Path("/sys/fs/cgroup", folder)
 
 
 @pytest.mark.parametrize("kills, stopped_by", [(0, ""), (1, "memory")])
-def test_the_files_of_version_2_are_written_and_read(monkeypatch, tmp_path, kills, stopped_by):
-    """In a folder that looks like a cgroup: kernels with the older version have no other."""
-    monkeypatch.setattr(sandbox, "parent_cgroup", lambda text: (tmp_path, "memory.max"))
+def test_the_files_of_a_cgroup_are_written_and_read(monkeypatch, tmp_path, kills, stopped_by):
+    """In a folder that looks like a cgroup, for kernels with the older version."""
+    folder = tmp_path / "cgroup"
+    folder.mkdir()
+    (folder / "memory.max").touch()
+    monkeypatch.setattr("tempfile.mkdtemp", lambda **where: str(folder))
     with memory_cgroup(5 * MIB) as cgroup:
         assert (cgroup / "memory.max").read_text() == str(5 * MIB)
         process = subprocess.Popen([*inside(cgroup), "true"])
@@ -168,6 +170,14 @@ def test_the_files_of_version_2_are_written_and_read(monkeypatch, tmp_path, kill
         for file in cgroup.iterdir():
             file.unlink()
     assert not cgroup.exists()
+
+
+def test_a_folder_that_is_no_cgroup_is_not_taken_for_one(monkeypatch, tmp_path):
+    """Kernels with the older version have a folder of files there, in which root can write."""
+    monkeypatch.setattr(sandbox, "parent_cgroup", lambda text: tmp_path)
+    with memory_cgroup(MIB) as cgroup:
+        assert cgroup is None
+    assert not list(tmp_path.iterdir())
 
 
 def test_without_a_list_of_cgroups_none_is_made(monkeypatch):
