@@ -16,7 +16,7 @@ import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import pyarrow as pa
@@ -34,6 +34,7 @@ from nanochat.common import (
     require_writable_dir,
 )
 from nanochat.data.storage import Interruption, Retries, StoredFile, download, endpoint, list_files
+from nanochat.device.ranks import print0
 
 CACHE_GB = 20.0
 CACHE_DIR = "bucket_cache"  # under the base directory
@@ -238,6 +239,24 @@ def is_data(path):
     return not re.search(r"(?:^|/)(?:\.|_[^/]*/)", path)
 
 
+def choose_shards(place, paths):
+    """Returns those of the relative `paths` in the folder `place` that are its shards: *.parquet in the folder, or in
+    the first level of folders below it that has some, because `gcloud storage cp -r` nests what it copies. A folder
+    further down may be the validation set's. Says once how many parquet files are left out."""
+    tables = [path for path in paths if is_data(path) and re.search(r"\.(parquet|parq|pq)$", path, re.IGNORECASE)]
+    depths = [path.count("/") for path in tables if path.endswith(".parquet")]
+    chosen = [path for path in tables if path.endswith(".parquet") and path.count("/") == min(depths)]
+    left_out = sorted(set(tables) - set(chosen))
+    if left_out and (place, len(left_out)) not in _said:
+        _said.add((place, len(left_out)))
+        print0(f"warning: {len(chosen)} of {len(tables)} parquet files in {place} are read, and not {left_out[0]}"
+               f"{' …' if len(left_out) > 1 else ''}: move the others beside them, and end their names in .parquet")
+    return chosen
+
+
+_said = set()
+
+
 def column_range(metadata, row_group, names):
     """Returns the places in the file where these columns of a row group begin and end."""
     begins = []
@@ -358,8 +377,7 @@ def check_cache(shards, num_lanes):
 
 
 def list_bucket(url, cache_gb=CACHE_GB):
-    """Returns the BucketFiles of the parquet files in a folder, or one level deeper if there are none, as they were
-    when this process first asked."""
+    """Returns the BucketFiles of the shards in a folder (choose_shards), as they were when this process first asked."""
     try:
         return [BucketFile(file, cache_gb, OUTAGE_S) for file in _parquet_files(url.rstrip("/"), endpoint())]
     except Interruption as error:
@@ -369,17 +387,6 @@ def list_bucket(url, cache_gb=CACHE_GB):
 # Listed once in a process. The endpoint is a part of the cache's key only: another server has other files.
 @cache
 def _parquet_files(url, of_endpoint):
-    retries = Retries(url, OUTAGE_S)
-    files, folders = retries.call(list_files, url)
-    found = _data_in(files)
-    if found:
-        return found
-    for folder in folders:
-        if is_data(folder.rpartition("/")[2] + "/"):
-            files, _ = retries.call(list_files, folder)
-            found += _data_in(files)
-    return found
-
-
-def _data_in(files):
-    return [file for file in files if file.url.endswith(".parquet") and is_data(file.url.rpartition("/")[2])]
+    files, _ = Retries(url, OUTAGE_S).call(partial(list_files, delimiter=""), url)
+    by_path = {file.url.removeprefix(f"{url}/"): file for file in files}
+    return [by_path[path] for path in choose_shards(url, by_path)]

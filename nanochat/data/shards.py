@@ -11,6 +11,7 @@ from buckets, one row group at a time.
     whole_texts(shards)                   # yields the text of one document after the other
 """
 import hashlib
+import os
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import NamedTuple
@@ -23,6 +24,7 @@ from nanochat.data.bucket import (
     CACHE_GB,
     BucketFile,
     LocalFile,
+    choose_shards,
     data_place,
     fetch_footers,
     in_bucket,
@@ -101,12 +103,8 @@ def open_text(flags, split="train"):
 
 
 def list_shards(data_dir=None, split="train", cache_gb=CACHE_GB):
-    """Returns the parquet files in `data_dir`, or in the default directory of `split`, sorted by name: paths, or
-    BucketFiles that share a cache of `cache_gb` gigabytes.
-
-    If there are none, it looks one level deeper, because `gcloud storage cp -r` nests the directory that it copies.
-    Raises BadInput if there are none there either.
-    """
+    """Returns the shards (bucket.choose_shards) in `data_dir`, or in the default directory of `split`, sorted by name:
+    paths, or BucketFiles that share a cache of `cache_gb` gigabytes. Raises BadInput if there are none."""
     if data_dir and in_bucket(data_dir):
         files = list_bucket(data_dir, cache_gb)
         if not files:
@@ -116,8 +114,7 @@ def list_shards(data_dir=None, split="train", cache_gb=CACHE_GB):
     data_dir = Path(data_dir) if data_dir else get_base_dir() / DEFAULT_DIRS[split]
     advice = "make some with python3 -m scripts.prepare_data, or name a directory that has it"
     try:
-        next(data_dir.iterdir(), None)  # raises for a folder that must not be read, where glob finds nothing
-        paths = _data_in(data_dir, "*.parquet") or _data_in(data_dir, "*/*.parquet")
+        paths = [data_dir / path for path in choose_shards(data_dir, _files_in(data_dir))]
     except OSError as error:
         raise BadInput(f"no {split} data: {data_dir} cannot be read ({error.strerror}): {advice}") from None
     if not paths:
@@ -125,12 +122,19 @@ def list_shards(data_dir=None, split="train", cache_gb=CACHE_GB):
     return sorted(paths, key=lambda path: (path.name, path))
 
 
-def _data_in(folder, pattern):
-    """Returns the files that match, without those of other programs. Spark names a folder *.parquet."""
+def _files_in(folder):
+    """Returns the paths of the files at every level of a folder, relative to it. Raises OSError if the folder itself
+    cannot be read."""
+    os.listdir(folder)  # os.walk would find nothing
     found = []
-    for path in folder.glob(pattern):
-        if is_data(str(path.relative_to(folder))) and not path.is_dir():
-            found.append(path)
+    seen = set()
+    for place, folders, names in os.walk(folder, followlinks=True):
+        inside = os.path.relpath(place, folder) + "/"
+        found += [(inside + name).removeprefix("./") for name in names]
+        seen.add(os.path.realpath(place))
+        # Hidden folders may be large, and links may lead back.
+        folders[:] = [name for name in folders if is_data(name + "/")
+                      and os.path.realpath(os.path.join(place, name)) not in seen]
     return found
 
 

@@ -92,13 +92,16 @@ def cached_bytes(base_dir):
 # The same as from disk
 
 
-def test_shards_have_the_order_and_the_fingerprint_of_those_on_disk_also_one_level_deeper(folder, storage, tmp_path):
+def test_shards_have_the_order_and_the_fingerprint_of_those_on_disk_also_in_folders_below(
+        folder, storage, tmp_path, capsys):
     (folder / "b").mkdir()
     (folder / "a").mkdir()
     for path in list(folder.glob("*.parquet")):
         path.rename(folder / "b" / path.name)
     write(folder / "a" / "shard_1.parquet", ["int x;"])
     write(folder / "a" / "other.parquet", ["int y;"])
+    (folder / "a" / "further").mkdir()
+    write(folder / "a" / "further" / "left.parquet", ["int z;"])
     storage.copy(folder, "b", "deep")
     storage.put("b", "deep/notes.txt", b"")
     storage.page_size = 2
@@ -106,6 +109,7 @@ def test_shards_have_the_order_and_the_fingerprint_of_those_on_disk_also_one_lev
     assert [str(file).removeprefix("gs://b/deep") for file in there] == \
         [str(path).removeprefix(str(folder)) for path in on_disk]
     assert fingerprint(open_shards(there)) == fingerprint(open_shards(on_disk))
+    assert capsys.readouterr().out.count("not a/further/left.parquet: ") == 2
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -1,6 +1,7 @@
 """Missing, unsuitable and corrupt data give clear errors, and text is the same wherever reading begins."""
 import base64
 import os
+import re
 from itertools import islice
 from pathlib import Path
 
@@ -138,7 +139,7 @@ def test_a_shard_that_is_replaced_while_it_is_read_is_named(tmp_path, change, sk
             read_pieces(shard, row_group, 0, 10)
 
 
-def test_shards_are_found_by_name_also_one_level_deeper(tmp_path, base_dir):
+def test_shards_are_found_by_name_also_in_the_folders_below(tmp_path, base_dir):
     for name in ("shard_00001", "shard_00000", "shard_00002"):
         write(tmp_path / "flat" / f"{name}.parquet", ["int x;"])
         write(tmp_path / "deep" / "base_data_v3" / f"{name}.parquet", ["int x;"])
@@ -147,6 +148,22 @@ def test_shards_are_found_by_name_also_one_level_deeper(tmp_path, base_dir):
     assert [path.name for path in list_shards(tmp_path / "flat")] == names
     assert [path.name for path in list_shards(tmp_path / "deep")] == names
     assert [path.name for path in list_shards(split="val")] == names
+
+
+@pytest.mark.parametrize("there, read, left_out", [
+    (["a.parquet", "sub/b.parquet"], ["a.parquet"], "1 of 2 .*sub/b.parquet"),
+    (["A/a.parquet", "B/C/b.parquet", "B/b.parquet"], ["A/a.parquet", "B/b.parquet"], "2 of 3 .*B/C/b.parquet"),
+    (["a.parquet", "b.PARQUET", "c.parq"], ["a.parquet"], "1 of 3 .*b.PARQUET …"),
+    (["x/y/a.parquet", ".hidden/b.parquet", "_temporary/c.parquet"], ["x/y/a.parquet"], None),
+])
+def test_the_first_level_with_shards_is_read_and_what_is_left_out_is_counted(there, read, left_out, tmp_path, capsys):
+    for name in there:
+        write(tmp_path / name, ["int x;"])
+    (tmp_path / "again").symlink_to(tmp_path)
+    for _ in range(2):
+        assert [str(path.relative_to(tmp_path)) for path in list_shards(tmp_path)] == read
+    said = capsys.readouterr().out.splitlines()
+    assert len(said) == (left_out is not None) and all(re.search(left_out, line) for line in said)
 
 
 def test_a_folder_whose_name_is_not_utf8_is_named(tmp_path):
