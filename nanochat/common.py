@@ -180,6 +180,9 @@ def flag(default, help, *, of=None, at_least=-math.inf, above=-math.inf, at_most
     return field(default=default, metadata={"help": help, "of": of, "limits": limits, **options})
 
 
+NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
+
+
 def _reader(name, kind, at_least, above, at_most, below, unset):
     """Returns the function that makes an int or a float (`kind`) of the text after --name=."""
     limits = {"of at least": at_least, "above": above, "of at most": at_most, "below": below}
@@ -193,10 +196,10 @@ def _reader(name, kind, at_least, above, at_most, below, unset):
         at_most = min(at_most, 2**63 - 1)  # the limit of PyTorch, NumPy and parquet
 
     def read(text):
-        try:
-            number = kind(text)
-        except ValueError:
-            number = math.nan  # in no range
+        number = math.nan  # in no range
+        if NUMBER.fullmatch(text):  # Python's own numbers may have _, other scripts' digits, and spaces around them
+            with suppress(ValueError):
+                number = kind(text)
         if number != unset and not (math.isfinite(number) and at_least <= number <= at_most and above < number < below):
             raise BadInput(f"--{name}={text} is not {expected}")
         return number

@@ -36,7 +36,7 @@ ROLES = {
 }
 LANGUAGES = {"c", "c++", "cpp", "cuda", "c/c++"}
 KIND = re.compile(r"\.(?:parquet|arrow|(?:jsonl|ndjson|json)(?:\.(?:gz|zst))?)$")
-_OTHER_KIND = re.compile(r"\.(?:parquet|parq|pq|arrow|feather|jsonl?|ndjson|csv|tsv|orc|avro)(?:\.\w+)?$", re.IGNORECASE)
+_OTHER_KIND = re.compile(r"\.(?:parquet|parq|pq|arrow|feather|jsonl?|ndjson|csv|tsv|orc|avro)(?:\.\w+)?$", re.I)
 _ABOUT = re.compile(r"(?:dataset_infos?|dataset_dict|state)\.json")  # Hugging Face's notes beside the data
 _SURROGATE = re.compile(rb"\\u[dD]|\xed[\xa0-\xbf]")  # perhaps half of a character, which is no Unicode
 _STRINGS = (pa.string(), pa.large_string(), pa.string_view())

@@ -21,6 +21,7 @@ import hashlib
 import json
 import math
 import re
+import sys
 from bisect import bisect_right
 from dataclasses import replace
 from functools import cache
@@ -175,10 +176,12 @@ def _weights_of(weights, sources):
     for name, weight in weights.items():
         if name not in sources:
             raise BadInput(f"weights name {name}, which is none of the sources {', '.join(sources)}: correct it")
-        if type(weight) not in (int, float) or not 0 < weight < math.inf:
-            raise BadInput(f"the weight of {name} is {weight}, which is not a number above 0: leave a source out that "
-                           "is not to be read")
+        if type(weight) not in (int, float) or not 0 < weight <= sys.float_info.max:
+            raise BadInput(f"the weight of {name} is {str(weight)[:20]}, which is not a number above 0: leave a "
+                           "source out that is not to be read")
     total = sum(weights.values())
+    if total > sys.float_info.max:  # 2**-64 changes no digit
+        return _weights_of({name: weight * 2**-64 for name, weight in weights.items()}, sources)
     return tuple(weights.get(name, 0) / total for name in sources)
 
 

@@ -111,7 +111,7 @@ def parse_profile_steps(text, num_iterations):
     other texts, and if the run has fewer steps."""
     if not text:
         return 0, 0
-    match = re.fullmatch(r"(\d+):(\d+)", text)
+    match = re.fullmatch(r"([0-9]{1,10}):([0-9]{1,10})", text)
     if match and int(match[1]) < int(match[2]) <= num_iterations:
         return int(match[1]), int(match[2])
     raise BadInput(f"--profile_steps={text} is not BEGIN:END with BEGIN < END, END at most the run's {num_iterations} "
