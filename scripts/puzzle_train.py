@@ -16,7 +16,7 @@ from nanochat.train.launch import launch
 def main(argv=None):
     flags = parse_flags(argv, __doc__)
     if flags.run.preflight:
-        raise BadInput("--preflight is for base_train: use python3 -m scripts.puzzle_preflight")
+        raise BadInput("--preflight is for base_train: leave it out")
     device_type = resolve_device_type(flags.devices.device_type)
     return launch(flags, device_type, make_task)
 

@@ -16,7 +16,6 @@ from nanochat.data.tokenizer import load_tokenizer
 from nanochat.preflight.describe import deliver
 from nanochat.preflight.fit import require_searchable, search
 from nanochat.preflight.flags import prepare, read_preflight_flags
-from nanochat.preflight.host_needs import estimate_host
 from nanochat.preflight.language import trace_run
 from nanochat.preflight.report import make_report
 from nanochat.train.describe import describe_plan
@@ -39,7 +38,6 @@ def main(argv=None):
     programs, traced = trace_run(flags, own.tpu_slice.chips)
     settled = flags.settled(programs.plan.config).as_dict()
     report = make_report(own, settled, programs, traced, say)
-    report["host"] = estimate_host(flags, programs.plan, own.tpu_slice, programs.checkpoint_bytes())
     report |= search(own, flags, programs.plan.kernel, say)
     return deliver(own, report, say)
 

@@ -42,7 +42,7 @@ WORK = {
     "bench.clean": ["choose_texts"], "bench.replay": ["load_completer"], "code_eval": ["Judge"],
     "demo": ["run"], "eval_table": ["run_module"], "export": ["load_model"], "generate": ["Engine"],
     "import_nanochat": ["read_weights"], "lsp": ["run"], "prepare_data": ["prepare"], "prepare_puzzles": ["prepare"],
-    "puzzle_preflight": ["prepare"], "puzzle_show": ["solve"], "puzzle_train": LAUNCHED, "report": ["summarise"],
+    "puzzle_show": ["solve"], "puzzle_train": LAUNCHED, "report": ["summarise"],
     "serve": ["load_completer"], "solve": ["Judge"], "tok_eval": ["find_entrants"], "tok_train": ["choose_texts"],
     "tpu_advice": ["advise"], "tpu_preflight": ["prepare"]}
 
@@ -60,9 +60,9 @@ def flags_of(module):
     classes = [value for value in vars(module).values() if dataclasses.is_dataclass(value)]
     if module.__name__ in ("scripts.base_train", "scripts.tpu_preflight"):
         classes += TITLES
-    if module.__name__ in ("scripts.puzzle_train", "scripts.puzzle_preflight"):
+    if module.__name__ == "scripts.puzzle_train":
         classes += puzzles.TITLES
-    if module.__name__ in ("scripts.tpu_preflight", "scripts.puzzle_preflight"):
+    if module.__name__ == "scripts.tpu_preflight":
         classes.append(PreflightFlags)
     return [field for of in classes for field in dataclasses.fields(of) if "limits" in field.metadata]
 
@@ -128,7 +128,6 @@ def test_bad_flags_are_one_line_that_names_what_is_wrong(name, corpus_dir, byte_
         "bench.replay": [f"--checkpoint={trained}", f"--tokenizer_dir={byte_tokenizer_dir}", "--device_type=cpu",
                          f"--data_dir={tmp_path}/documents"],
         "puzzle_train": [f"--data_dir={made_puzzles}", "--device_type=cpu", "--hidden=8", "--heads=2"],
-        "puzzle_preflight": ["--accelerator=v6e-4", f"--data_dir={made_puzzles}"],
         "tpu_preflight": ["--accelerator=v6e-4", f"--tokenizer_dir={byte_tokenizer_dir}"],
         "base_eval": [f"--checkpoint={trained}", f"--data_dir={corpus_dir}/val", "--device_type=cpu",
                       f"--tokenizer_dir={byte_tokenizer_dir}"],

@@ -101,10 +101,9 @@ def test_every_folder_is_in_the_list():
 
 
 def test_only_a_few_folders_know_torch_xla(imports):
-    """The others are ordinary PyTorch. Of the scripts, one traces the programs of ranks."""
+    """The others are ordinary PyTorch."""
     users = {module for module, names in imports.items() if any(name.split(".")[0] == "torch_xla" for name in names)}
-    strangers = {module for module in users if folder_of(module) not in ("device", "kernels", "preflight")}
-    assert strangers <= {"scripts.puzzle_preflight"}
+    assert {folder_of(module) for module in users} == {"device", "kernels", "preflight"}
 
 
 def test_the_library_neither_runs_a_script_nor_reads_the_command_line():

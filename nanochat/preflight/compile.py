@@ -50,8 +50,7 @@ def compile_programs(programs, tpu_slice, folder, timeout_s=1800, jobs=2, schedu
 
     folder: keeps the files that the compilers read and write, in a folder for each program.
     timeout_s: for one program. jobs: the number of compilers that run concurrently.
-    schedule_options: schedule.LIBTPU_OPTIONS, or those with bundles, to read the machine's own schedule of each
-        operation, too.
+    schedule_options: schedule.LIBTPU_OPTIONS, to read the machine's own schedule of each operation, too.
     Raises Failure if a compiler times out, writes no schedules, or fails for another reason than a lack of device
     memory; the other compilers end then.
     """

@@ -2,7 +2,6 @@
 import json
 from pathlib import Path
 
-from nanochat.common import BadInput
 from nanochat.device.tpu import GIB
 from nanochat.preflight.report import MICRO_STEP, advice, kind_of
 
@@ -16,9 +15,6 @@ def deliver(own, report, say):
         print(json.dumps(report, indent=1))
     elif own.json:
         Path(own.json).write_text(json.dumps(report, indent=1))
-    if own.explain and not report["explained"] and report["programs"]:
-        raise BadInput(f"--explain={own.explain}: no scheduled operation has this in its name or its line of Python: "
-                       "see the list of the most expensive operations")
     return 0 if report["fits"] else DOES_NOT_FIT
 
 
@@ -29,8 +25,6 @@ def describe(report):
     for name, size in report["memory"].items():
         lines.append(f"  {gib(size):>10}  {name}")
     lines += describe_programs(report["programs"])
-    for name, explained in report["explained"].items():
-        lines += ["", f"of {name}:", *explained]
     for name, found in report["out_of_memory"].items():
         lines += describe_out_of_memory(name, found)
     prices = f"in {report['zone'] or 'the dearest region (--zone)'}"
@@ -38,10 +32,6 @@ def describe(report):
         prices = "at --usd_per_chip_hour"
     if "estimate" in report:
         lines += describe_run(report["estimate"], report["plan"], prices)
-    if "preemptions" in report:
-        lines += describe_preemptions(report["preemptions"], prices)
-    if "host" in report:
-        lines += ["", *describe_host(report["host"])]
     lines.append("")
     if report["fits"]:
         lines.append(f"fits: {gib(report['peak_bytes'])} of {gib(usable)} ({report['peak_bytes'] / usable:.0%})")
@@ -54,10 +44,6 @@ def describe(report):
 
 def gib(num_bytes):
     return f"{num_bytes / GIB:.2f} GiB"
-
-
-def gb(num_bytes):
-    return f"{num_bytes / 1e9:.1f} GB"
 
 
 def span_ms(low_s, high_s, digits=1):
@@ -133,15 +119,14 @@ def describe_out_of_memory(name, found):
 
 def describe_run(run, plan, prices):
     """Returns lines about a report's estimate of a run. prices: which they are, "in us-west4-a"."""
-    unit = plan["unit"]
     has_stages = len(run["stages"]) > 1
     lines = [""]
     if has_stages:
         for name, stage in run["stages"].items():
             lines.append(f"estimate: {1000 * stage['step_s']:.0f} ms a step in steps {stage['first']:,} to "
                          f"{stage['last']:,} ({name}), MFU {stage['mfu']:.1%}, {stage['hours']:.1f} h")
-    lines += [f"estimate: {1000 * run['step_s']:.0f} ms a step of {plan['total_batch_size']:,} {unit} "
-              f"({span_ms(run['step_low_s'], run['step_high_s'], 0)}), {run[f'{unit}_per_s']:,.0f} {unit}/s, "
+    lines += [f"estimate: {1000 * run['step_s']:.0f} ms a step of {plan['total_batch_size']:,} tokens "
+              f"({span_ms(run['step_low_s'], run['step_high_s'], 0)}), {run['tokens_per_s']:,.0f} tokens/s, "
               f"MFU {run['mfu']:.1%}; update {run['shares']['update']:.1%} of a step",
               f"estimate: {run['hours']:.1f} h for {plan['num_iterations']:,} steps{describe_cost(run, prices)}"]
     if has_stages:
@@ -157,41 +142,6 @@ def describe_cost(found, prices):
         if found.get(key) is not None:
             cost += f", {found[key]:.0f} USD {name}"
     return cost and f"{cost} {prices}"
-
-
-def describe_preemptions(found, prices):
-    """Returns lines about a report's preemptions."""
-    saved = "no checkpoint"
-    if found["save_every_s"] is not None:
-        saved = f"a checkpoint every {found['save_every_s'] / 60:.1f} min"
-    wall = "it never ends"
-    if found["hours"] is not None:
-        wall = f"{found['hours']:.1f} h{describe_cost(found, prices)}"
-    return [f"estimate: with {found['per_day']:g} preemptions a day, {found['restart_s'] / 60:g} min of restarting for "
-            f"each, and {saved}: goodput {found['goodput']:.1%}, {wall}",
-            f"estimate: then --save_every_minutes={max(found['best_save_every_s'] / 60, 0.1):.1f} would be best: "
-            f"goodput {found['best_goodput']:.1%}"]
-
-
-def describe_host(found):
-    """Returns lines about what a host needs, and has. found: of host_needs.estimate_host."""
-    memory = (f"a host's memory: {found['ranks']} starting ranks hold {gb(found['starting_bytes'])}; the first host "
-              f"holds {gb(found['saving_bytes'])} while it saves, twice that if a save begins before the last has "
-              f"ended; it has {gb(found['memory_bytes'])}")
-    if max(found["starting_bytes"], found["saving_bytes"]) > found["memory_bytes"]:
-        memory += ", TOO LITTLE"
-    data = "data that this machine does not have"
-    if found["data_bytes"] is not None:
-        data = f"{gb(found['data_bytes'])} of data"
-    disk = (f"the first host's disk: {found['checkpoints']} checkpoints of {gb(found['checkpoint_bytes'])}, and {data};"
-            f" the boot disk has {gb(found['disk_bytes'])}")
-    room = found["disk_bytes"] - (found["data_bytes"] or 0)
-    if found["checkpoints_bytes"] > room:
-        disk += ", TOO LITTLE: attach another"
-        fewer = room // found["checkpoint_bytes"] - 1  # the newest is one more while it is written
-        if fewer > 0:
-            disk += f", or --keep_checkpoints={fewer}"
-    return [memory, disk]
 
 
 def describe_searches(report):

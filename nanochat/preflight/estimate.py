@@ -178,15 +178,15 @@ def top_operations(ops, costs):
 def report_run(programs, plan, tpu_slice):
     """Returns the estimated speed and duration of a run as a JSON object: of a step in the last stage, of each stage,
     and the hours of the run, with its own stages and with the last stage throughout. programs: {name: what
-    report_program returned}. plan: of a Task. tpu_slice: a tpu.Slice."""
+    report_program returned}. plan: its Plan. tpu_slice: a tpu.Slice."""
     stages = {}
     hours = 0.0
     for first, last, name in plan.stages:
         of_step = report_stage([programs[name], programs["update"]], first, last, plan, tpu_slice)
-        stage_hours = plan.units(first, last) / of_step[f"{plan.unit}_per_s"] / 3600
+        stage_hours = plan.units(first, last) / of_step["tokens_per_s"] / 3600
         stages[name] = of_step | {"first": first, "last": last, "hours": stage_hours}
         hours += stage_hours
-    hours_of_last = plan.units(0, plan.num_iterations) / of_step[f"{plan.unit}_per_s"] / 3600
+    hours_of_last = plan.units(0, plan.num_iterations) / of_step["tokens_per_s"] / 3600
     return of_step | {"hours": hours, "stages": stages, "hours_of_last": hours_of_last}
 
 
@@ -196,11 +196,11 @@ def report_stage(programs, first, last, plan, tpu_slice):
         return sum(program["runs_per_step"] * program[which] for program in programs)
 
     step_s = seconds("estimated_s")
-    units_per_s = plan.units(0, 1) / step_s
+    tokens_per_s = plan.units(0, 1) / step_s
     peak_flops = tpu_slice.tpu.peak_flops * tpu_slice.chips
     shares = {}
     for program in programs:
         shares[program["name"]] = program["runs_per_step"] * program["estimated_s"] / step_s
     return {"step_s": step_s, "step_low_s": seconds("low_s"), "step_high_s": seconds("high_s"),
-            f"{plan.unit}_per_s": units_per_s, "shares": shares,
-            "mfu": units_per_s * plan.flops(first, last) / plan.units(first, last) / peak_flops}
+            "tokens_per_s": tokens_per_s, "shares": shares,
+            "mfu": tokens_per_s * plan.flops(first, last) / plan.units(first, last) / peak_flops}

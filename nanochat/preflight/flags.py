@@ -27,8 +27,6 @@ class PreflightFlags:
     find_batch: bool = flag(False, "search for the largest --device_batch_size that fits, with each value of "
                             "--activation_checkpointing")
     find_mesh: bool = flag(False, "search for the smallest --mesh_fsdp that fits")
-    explain: str | None = flag(None, "explain the dearest operation with OPERATION in its name or line of Python",
-                               metavar="OPERATION")
     dump_dir: Path | None = flag(None, "keep the traced and the optimised programs in DIR", metavar="DIR",
                                  of=expand_path)
     jobs: int = flag(2, "the number of compilers that run concurrently", at_least=1, at_most=1000)
@@ -36,9 +34,6 @@ class PreflightFlags:
     usd_per_chip_hour: float | None = flag(None, "price of a chip; default: the prices in "
                                            "nanochat/device/prices.csv, on spot and on demand", of=float, at_least=0)
     zone: str | None = flag(None, "zone whose prices count, such as us-west4-a; default: the dearest")
-    preemptions_per_day: float | None = flag(None, "also estimate the run with so many preemptions a day, and the "
-                                             "best save interval", of=float, above=0, at_most=1000)
-    restart_minutes: float = flag(10.0, "from a preemption until the run trains again", at_least=0, at_most=10_000)
 
     @property
     def tpu_slice(self):
@@ -50,19 +45,11 @@ class PreflightFlags:
         return set(self.programs.split(","))
 
 
-def read_preflight_flags(argv=None, description="", titles=TITLES, flags_of_training=Flags):
-    """Returns the PreflightFlags of a command line and the Flags of the script that trains, by default base_train.
-    titles: those of its groups of flags, in the order of its Flags. Raises BadInput."""
-    own, *of_training = read_flags(argv, description, {PreflightFlags: "preflight", **titles})
+def read_preflight_flags(argv=None, description=""):
+    """Returns the PreflightFlags of a command line and base_train's Flags. Raises BadInput."""
+    own, *of_training = read_flags(argv, description, {PreflightFlags: "preflight", **TITLES})
     if not own.kinds <= set(PROGRAMS):
         raise BadInput(f"--programs={own.programs} is unknown: choose among {','.join(PROGRAMS)}")
-    if own.explain == "":
-        raise BadInput("--explain=: name an operation")
-    if own.preemptions_per_day is None and own.restart_minutes != PreflightFlags.restart_minutes:
-        raise BadInput(f"--restart_minutes={own.restart_minutes:g} needs --preemptions_per_day: give both or neither")
-    if own.preemptions_per_day is not None and not own.kinds >= {"micro_step", "update"}:
-        raise BadInput(f"--preemptions_per_day={own.preemptions_per_day:g} needs the time of a step: add micro_step "
-                       f"and update to --programs={own.programs}")
     if own.usd_per_chip_hour is None:
         tpu.require_known_zone(own.tpu_slice.accelerator, own.zone)
     if own.json not in (None, "-"):
@@ -70,7 +57,7 @@ def read_preflight_flags(argv=None, description="", titles=TITLES, flags_of_trai
             raise BadInput(f"--json={own.json} cannot be written: name a file in a writable folder")
     if own.dump_dir:
         require_writable_dir(own.dump_dir)
-    return replace(own, accelerator=own.tpu_slice.accelerator), flags_of_training(*of_training)
+    return replace(own, accelerator=own.tpu_slice.accelerator), Flags(*of_training)
 
 
 def prepare(own):

@@ -25,7 +25,7 @@ _ROOT = re.escape(str(REPOSITORY))
 LINE_IN_TRACEBACK = re.compile(rf'File "{_ROOT}/({_PATH})", line (\d+)')  # File "/…/nanochat/model/gpt.py", line 166
 # A location in MLIR: "/…/nanochat/model/gpt.py":166. Files that only trace or wrap the model are left out, so that a
 # line of the model is found instead.
-_WRAPPERS = "nanochat/preflight/|scripts/puzzle_preflight|nanochat/device/(?!xla_ops)"
+_WRAPPERS = "nanochat/preflight/|nanochat/device/(?!xla_ops)"
 LINE_IN_MLIR = re.compile(rf'"{_ROOT}/(?!{_WRAPPERS})({_PATH})":(\d+)')
 # In the name of a traced operation: nanochat/model/gpt.py_166, or nanochat/model/gpt.py_166 backward
 LINE_IN_SCOPE = re.compile(rf"({_PATH})_(\d+)( backward)?")

@@ -1,15 +1,11 @@
 """Makes the report of a preflight, a JSON object: whether the programs of a run fit into a chip's memory, and what the
 run costs. describe.py says it to a person."""
-import math
 import re
 import tempfile
-from dataclasses import asdict, dataclass
 
 from nanochat.device import tpu
-from nanochat.preflight import estimate, hlo, schedule
+from nanochat.preflight import estimate, schedule
 from nanochat.preflight.compile import compile_programs
-from nanochat.preflight.explain import explain
-from nanochat.preflight.ops import ops_of
 
 MICRO_STEP = "micro_step"  # the kind of these programs, see kind_of
 
@@ -37,11 +33,11 @@ def make_report(own, flags, programs, traced, say=print):
         "accelerator": own.accelerator, "chips": tpu_slice.chips, "hosts": tpu_slice.hosts,
         "topology": tpu_slice.topology, "zone": own.zone, "usd_per_chip_hour": own.usd_per_chip_hour,
         "flags": flags, "kernel": plan.kernel,
-        "plan": {"unit": plan.unit, "total_batch_size": plan.units(0, 1), "grad_accum_steps": plan.micro_steps,
-                 "num_iterations": plan.num_iterations, f"flops_per_{plan.unit[:-1]}": plan.flops_per_unit,
+        "plan": {"total_batch_size": plan.units(0, 1), "grad_accum_steps": plan.micro_steps,
+                 "num_iterations": plan.num_iterations, "flops_per_token": plan.flops_per_unit,
                  "parameters": sum(plan.parameters.values())},
         "usable_hbm_bytes": tpu_slice.tpu.usable_hbm_bytes, "memory": programs.memory_groups(),
-        "programs": {}, "out_of_memory": {}, "explained": {}}
+        "programs": {}, "out_of_memory": {}}
     _compile(own, programs, traced, report, say)
     peak = max((program["peak_bytes"] for program in report["programs"].values()), default=0)
     report["peak_bytes"] = peak or None
@@ -50,9 +46,6 @@ def make_report(own, flags, programs, traced, say=print):
     if of_a_step <= report["programs"].keys():
         run = estimate.report_run(report["programs"], plan, tpu_slice)
         report["estimate"] = run | costs(run["hours"], own)
-        if own.preemptions_per_day:
-            every_s = save_every_s(flags, run["step_s"])
-            report["preemptions"] = report_preemptions(own, programs.checkpoint_bytes(), every_s, run["hours"])
     return report
 
 
@@ -60,10 +53,9 @@ def _compile(own, programs, traced, report, say):
     """Compiles the TracedPrograms, and adds the result of each to `report`."""
     runs_per_step = {MICRO_STEP: programs.plan.micro_steps, "update": 1, "evaluate": 0}
     resident_bytes = programs.resident_bytes()
-    options = schedule.LIBTPU_OPTIONS_WITH_BUNDLES if own.explain else schedule.LIBTPU_OPTIONS
     with tempfile.TemporaryDirectory(prefix="tpu_preflight_") as scratch:
         for program, compiled in compile_programs(traced, own.tpu_slice, own.dump_dir or scratch, own.timeout_s,
-                                                  own.jobs, options):
+                                                  own.jobs, schedule.LIBTPU_OPTIONS):
             name = program.name
             if compiled.out_of_memory:
                 say(f"{name}: {compiled.seconds:.0f} s, does not fit")
@@ -71,24 +63,9 @@ def _compile(own, programs, traced, report, say):
                     program, compiled, sum(resident_bytes.values()), programs.name_buffer)
                 continue
             say(f"{name}: {compiled.seconds:.0f} s")
-            shares = programs.branch_shares.get(name)
             report["programs"][name] = estimate.report_program(
-                program, compiled, runs_per_step[kind_of(name)], resident_bytes, own.tpu_slice, shares)
-            if own.explain:
-                ops = ops_of(hlo.parse(compiled.hlo_text), shares)
-                lines = explain(own.explain, ops, compiled.schedules, own.tpu_slice.tpu)
-                if lines:
-                    report["explained"][name] = lines
-
-
-def save_every_s(flags, step_s):
-    """Returns the seconds between two checkpoints of a run with these flags, whose steps take so long; inf: none."""
-    every_s = math.inf
-    if flags["save_every"] > 0:
-        every_s = flags["save_every"] * step_s
-    if flags["save_every_minutes"] > 0:
-        every_s = min(every_s, 60 * flags["save_every_minutes"])
-    return every_s
+                program, compiled, runs_per_step[kind_of(name)], resident_bytes, own.tpu_slice,
+                programs.branch_shares.get(name))
 
 
 def costs(hours, own):
@@ -156,60 +133,11 @@ def advice(report):
     suggestions = []
     if report["kernel"] == "current" and found & {"attention scores", "logits"}:
         suggestions.append("--kernel=flash")
-    if flags.get("activation_checkpointing") in ("none", "qkv") and found & {
+    if flags["activation_checkpointing"] in ("none", "qkv") and found & {
             "activations", "activations of all layers", "attention scores", ""}:
         suggestions.append("--activation_checkpointing=all")
-    if flags.get("device_batch_size", 1) > 1:  # puzzles have none
+    if flags["device_batch_size"] > 1:
         suggestions.append(f"--device_batch_size={flags['device_batch_size'] // 2}")
     if report.get("chips", 1) > 1 and flags.get("mesh_fsdp") in (1, "auto") and report["kernel"] != "current":
         suggestions.append("the --mesh_fsdp that tpu_preflight --find_mesh finds")
     return suggestions or ["a smaller model", "a TPU with more memory"]
-
-
-# Preemptions come without notice, at random, with a mean rate (a Poisson process). Measured with a checkpoint of 3.2 GB
-# on two CPU cores (dev/log, "surviving faults"):
-HELD_S_PER_BYTE = 5.6 / 3.2e9  # the loop waits for the copy of the state
-SAFE_S_PER_BYTE = 17.9 / 3.2e9  # until the checkpoint is on disk; a preemption before that loses it
-
-
-@dataclass(frozen=True)
-class Preemptions:
-    per_day: float
-    restart_s: float  # from a preemption until the run trains again: a new VM, setup, compiling, loading
-    held_s: float  # for which a save holds the loop
-    safe_s: float  # from a save until its checkpoint is on disk
-
-    def slowdown(self, save_every_s):
-        """Returns the expected wall time over the time of training alone, with a checkpoint after every `save_every_s`
-        seconds of training: M e^(R/M) (e^((τ + δ) / M) - 1) / τ (Daly 2006, doi 10.1016/j.future.2004.11.016). It is
-        infinite if nearly every interval is preempted."""
-        mean_s = 86400 / self.per_day
-        try:
-            return (mean_s * math.exp((self.restart_s + self.safe_s) / mean_s)
-                    * math.expm1((save_every_s + self.held_s) / mean_s) / save_every_s)
-        except OverflowError:
-            return math.inf
-
-    def best_save_every_s(self):
-        """Returns the seconds of training between checkpoints that cost the least: √(2 δ M) (Young 1974, doi
-        10.1145/361147.361115)."""
-        return math.sqrt(2 * self.held_s * 86400 / self.per_day)
-
-
-def report_preemptions(own, checkpoint_bytes, save_every_s, hours):
-    """Returns a JSON object: the expected hours, price and goodput of a run that takes `hours` undisturbed, and its
-    goodput with the best time between checkpoints. None stands for infinity, which JSON lacks."""
-    model = Preemptions(own.preemptions_per_day, 60 * own.restart_minutes, HELD_S_PER_BYTE * checkpoint_bytes,
-                        SAFE_S_PER_BYTE * checkpoint_bytes)
-    best_s = model.best_save_every_s()
-    run_s = 3600 * hours
-    # Without checkpoints save_every_s is infinite, and the whole run is the interval that must go through.
-    slowdown = model.slowdown(min(save_every_s, run_s))
-    best_slowdown = model.slowdown(min(best_s, run_s))
-    found = {**asdict(model), "save_every_s": save_every_s, "goodput": 1 / slowdown, "hours": hours * slowdown,
-             "best_save_every_s": best_s, "best_goodput": 1 / best_slowdown,
-             "usd_spot": costs(hours * slowdown, own)["usd_spot"]}
-    for name, value in found.items():
-        if value == math.inf:
-            found[name] = None
-    return found

@@ -10,16 +10,12 @@ from nanochat.common import Failure
 
 _PROGRAM = "post-delay-converter"
 _USE = "pre-delay_hlo-static-per-bundle-utilization"
-_BUNDLES = "packed-bundles-post-ra"
 # The schedule is read before the compiler removes empty bundles, in which the core waits for the results of earlier
 # instructions: the chip waits for these results anyway. Without a filter libtpu schedules every operation three times
 # to write the differences, which doubles the time of compiling. These categories need only the program's own schedule.
 LIBTPU_OPTIONS = {"xla_jf_dump_llo_text": "true", "xla_jf_dump_category_filter": "utilization,original",
                   "xla_jf_dump_llo_pass_label_regex": f"^({_PROGRAM}|{_USE})$"}
-LIBTPU_OPTIONS_WITH_BUNDLES = LIBTPU_OPTIONS | {
-    "xla_jf_dump_category_filter": "utilization,original,codegen",
-    "xla_jf_dump_llo_pass_label_regex": f"^({_PROGRAM}|{_USE}|{_BUNDLES})$"}
-_FILE = re.compile(rf"(\d+-(.+)-)\d+-({_PROGRAM}|{_USE}|{_BUNDLES})\.txt")
+_FILE = re.compile(rf"\d+-(.+)-\d+-({_PROGRAM}|{_USE})\.txt")
 _ADVICE = "is the disk full? If not, this is another version of libtpu: install the one that pyproject.toml names"
 _TOP_LEVEL = "TLP"  # the name that libtpu gives to the program that calls the operations
 
@@ -32,7 +28,6 @@ _EXTRA_RUNS = 2  # of a pipelined loop, to fill and to empty the pipeline
 _MATMUL = re.compile(r"= (vmatmul\S*)(\.mxu\d)(\S*)")
 _UNITS = {"MXU": "matrix", "XLU": "across lanes", "VALU": "vector", "EUP": "transcendental", "LOAD": "load",
           "STORE": "store", "SALU": "scalar", "VLOAD": "load", "VSTORE": "store"}  # the last two since libtpu 0.0.22
-_BUNDLE = re.compile(r" *(0x[0-9a-f]+|0) .*?\{(.*)")
 
 
 @dataclass
@@ -75,7 +70,6 @@ class Schedule:
     slots: dict = field(default_factory=dict)  # unit -> the most instructions that a bundle holds
     uncounted_loops: int = 0  # loops whose number of runs is not a constant; they are counted as if they ran once
     critical: Loop | None = None  # the loop with the most own cycles
-    bundles: list = field(default_factory=list)  # of the critical loop, one text each, if asked for
 
     @property
     def bound_cycles(self):
@@ -109,7 +103,7 @@ def read_folder(folder):
     files = {}  # name -> {kind: path}
     for path in sorted(folder.iterdir()):  # their names begin with the time
         if found := _FILE.fullmatch(path.name):
-            files.setdefault(found[2], {})[found[3]] = path
+            files.setdefault(found[1], {})[found[2]] = path
     schedules = {}
     for name, paths in files.items():
         if name == _TOP_LEVEL or not {_PROGRAM, _USE} <= paths.keys():
@@ -119,9 +113,6 @@ def read_folder(folder):
                 schedules[name] = read_schedule(program, use)
             except (ValueError, IndexError, ZeroDivisionError):
                 raise Failure(f"libtpu's schedule of {name} cannot be read: {_ADVICE}") from None
-        if _BUNDLES in paths and schedules[name].critical:
-            with paths[_BUNDLES].open(errors="replace") as bundles:
-                schedules[name].bundles = _bundles_of(bundles, schedules[name].critical)
     if not schedules:
         raise Failure(f"libtpu wrote no schedules: {_ADVICE}")
     return schedules
@@ -272,13 +263,3 @@ def _read_use(lines):
     if not rows:
         return {}, []
     return rows[0], rows[1:]
-
-
-def _bundles_of(lines, loop):
-    """Returns the text of each bundle of a loop."""
-    texts = []
-    for line in lines:
-        found = _BUNDLE.match(line)
-        if found and loop.begin <= int(found[1], 16) < loop.end:
-            texts.append(found[2].rsplit("}", 1)[0].strip())
-    return texts

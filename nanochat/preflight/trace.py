@@ -201,14 +201,14 @@ def _run_in_scope(node, name):
 class Programs:
     """The programs of a run as the compiler gets them, and what stays in a chip's memory between them."""
 
-    def __init__(self, plan, training, name_buffer=lambda shape: "", branch_shares=None):
-        """plan: of a Task; training: its TrainingStep, whose model has gone through fill_with_placeholders, and whose
-        carry is of placeholders. name_buffer("bf16[8192,65536]") says in words what an array of this shape holds.
-        branch_shares: {name of a program: as in ops_of}."""
+    def __init__(self, plan, training, name_buffer, branch_shares):
+        """plan: of a LanguageTask; training: its TrainingStep, whose model has gone through fill_with_placeholders.
+        name_buffer("bf16[8192,65536]") says in words what an array of this shape holds. branch_shares: {name of a
+        program: as in ops_of}."""
         self.plan = plan
         self.training = training
         self.name_buffer = name_buffer
-        self.branch_shares = branch_shares or {}
+        self.branch_shares = branch_shares
         make_placeholders(pending_tensors())  # the zeros of the optimizer
 
     def resident_bytes(self):
@@ -220,8 +220,6 @@ class Programs:
         groups = {"weights": 0, "gradients": 0, "optimizer": 0}
         if self.training.teacher:
             groups["teacher"] = 0
-        if self.training.carry:
-            groups["carry"] = 0
         groups["other"] = 0
         for name, size in self.resident_bytes().items():
             groups[self._group_of(name)] += size
@@ -235,13 +233,7 @@ class Programs:
             return "weights"
         if name in optimizer.state or name.endswith(".master"):
             return "optimizer"
-        group = name.partition(".")[0]
-        return group if group in ("teacher", "carry") else "other"
-
-    def checkpoint_bytes(self):
-        """Returns the bytes of a checkpoint: the weights and the state of all chips."""
-        weights, state = self.training.sizes()
-        return sum(weights.values()) + sum(state.values())
+        return "teacher" if name.startswith("teacher.") else "other"
 
     def trace(self, batches, evaluate):
         """Returns {name: TracedProgram} of the micro-steps, update and evaluate. batches: {name of the micro-step:

@@ -77,7 +77,7 @@ def test_a_run_is_micro_steps_and_updates():
     """8 micro-steps of 0.1 s and an update of 0.1 s; 1000 tokens a step, of 197e9 FLOPs each."""
     programs = {name: {"name": name, "runs_per_step": runs, "estimated_s": 0.1, "low_s": 0.05, "high_s": 0.2}
                 for name, runs in (("micro_step", 8), ("update", 1))}
-    plan = SimpleNamespace(unit="tokens", num_iterations=3600, stages=((0, 3600, "micro_step"),),
+    plan = SimpleNamespace(num_iterations=3600, stages=((0, 3600, "micro_step"),),
                            units=lambda first, last: 1000 * (last - first),
                            flops=lambda first, last: 1000 * 197e9 * (last - first))
     run = report_run(programs, plan, tpu.parse_accelerator("v5litepod-16"))

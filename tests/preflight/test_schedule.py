@@ -6,7 +6,6 @@ import pytest
 from nanochat.common import Failure, run_script
 from nanochat.device import tpu
 from nanochat.preflight import hlo, timeline
-from nanochat.preflight.explain import listing
 from nanochat.preflight.jax_programs import schedule_of
 from nanochat.preflight.ops import Op
 from nanochat.preflight.schedule import read_folder, read_schedule
@@ -148,13 +147,6 @@ def test_a_file_that_was_cut_off_names_its_operation(tmp_path):
     (tmp_path / "1-fusion.7-01-pre-delay_hlo-static-per-bundle-utilization.txt").write_text("\n".join(USE[:-3]))
     with pytest.raises(Failure, match="fusion.7"):
         read_folder(tmp_path)
-
-
-def test_a_listing_says_how_many_bundles_are_empty_and_ends():
-    bundles = ["%1 = vld [shape: u8]  ;;  %2 = vadd /* why */ %1", "", "", *["%3 = vst"] * 9]
-    lines = listing(bundles, begin=7, most=4)
-    assert lines == ["     7  %1 = vld ;; %2 = vadd  %1", "        (2 empty)", "    10  %3 = vst", "    11  %3 = vst",
-                     "        (and 7 more)"]
 
 
 def op(opcode, milliseconds=0.0, hbm_bytes=0.0, **fields):
