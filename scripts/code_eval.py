@@ -5,7 +5,7 @@
     python3 -m scripts.code_eval --checkpoint=RUN --against=FOLDER  # is it better than another checkpoint?
     python3 -m scripts.code_eval --check                            # judges the problems' solutions; needs no model
 
-After a kill, the same command continues. Needs g++ and bubblewrap: apt-get install g++ bubblewrap
+After a kill, the same command continues. Needs apt-get install g++ bubblewrap, and pip install '.[judge]'.
 
 The prompt for a gap is that of an editor: the beginning of the gap's line comes right before the model's text.
 """
@@ -19,7 +19,7 @@ from nanochat.device.ranks import compute_cleanup, compute_init, prepare_xla_env
 from nanochat.infer.load import CheckpointFlags, load_language_meta, load_model, weights_of
 from nanochat.infer.prompt import default_extra_tokens
 from nanochat.judge.code_eval import TASKS, check_solutions, evaluate, make_items, read_others
-from nanochat.judge.eval_report import write_report
+from nanochat.judge.eval_report import require_scipy, write_report
 from nanochat.judge.judge import Judge, JudgeFlags
 from nanochat.judge.problems import digest, read_sets, usable
 from nanochat.judge.results import open_results, results_dir
@@ -54,6 +54,7 @@ def main(argv=None):
     if of_task.check:
         with Judge() as judge:
             return check_solutions(problems, judge, judging.num_workers, of_samples.seed)
+    require_scipy()
     device_type = resolve_device_type(of_model.device_type)
     prepare_xla_environment(device_type)
     path = find_checkpoint(of_model.checkpoint)

@@ -24,6 +24,7 @@ class Flags(CheckpointFlags):
 
 def main(argv=None):
     (flags,) = read_flags(argv, __doc__, {Flags: "flags"})
+    eval_report.require_scipy()
     device_type = resolve_inference_device_type(flags.device_type)
     path = find_checkpoint(flags.checkpoint)
     meta = load_language_meta(path)

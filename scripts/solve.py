@@ -17,6 +17,7 @@ from nanochat.checkpoint.on_disk import find_checkpoint
 from nanochat.common import expand_path, flag, read_flags, run_script
 from nanochat.device.ranks import compute_cleanup, prepare_xla_environment
 from nanochat.infer.load import ModelFlags, load_language_meta, resolve_inference_device_type, weights_of
+from nanochat.judge.eval_report import require_scipy
 from nanochat.judge.judge import Judge, JudgeFlags
 from nanochat.judge.problems import ProblemFlags, digest
 from nanochat.judge.results import open_results, results_dir
@@ -32,6 +33,8 @@ class ResultFlags(JudgeFlags):
 def main(argv=None):
     of_model, of_problems, flags, judging = read_flags(argv, __doc__, {
         ModelFlags: "model", ProblemFlags: "what it solves", SearchFlags: "search", ResultFlags: "judging"})
+    if of_problems.is_comparison:
+        require_scipy()
     problems = of_problems.read()
     methods, budgets = flags.methods_and_budgets(of_problems.is_comparison)
     device_type = resolve_inference_device_type(of_model.device_type)

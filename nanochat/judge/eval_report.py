@@ -3,6 +3,7 @@
 A score is a weighted mean over problems, sum(values) / sum(weights). For pass@k the value is an estimate between 0 and
 1 and the weight 1. For bits per byte the value is the bits of a text and the weight its bytes.
 """
+import importlib.util
 import math
 from collections import defaultdict
 from dataclasses import dataclass, replace
@@ -11,14 +12,14 @@ from statistics import fmean
 
 import numpy as np
 
-from nanochat.common import say
+from nanochat.common import BadInput, say
 from nanochat.judge.gaps import Gap
 from nanochat.judge.judge import PASSED, Verdict
 from nanochat.record.page import fill
 
 Z = 1.959964  # of the 95% interval of a normal distribution
 DRAWS = 10_000
-BLOCK = 100  # draws at a time, to limit memory
+BATCH = 100  # draws at a time, to limit memory
 PASS_AT_K = 10
 ALL = "all"
 MEASURES = {  # of each task, and their names in the table
@@ -48,15 +49,20 @@ def pass_at_k(num_samples, num_passed, k):
     return 1 - math.comb(num_samples - num_passed, k) / math.comb(num_samples, k)
 
 
+def require_scipy():
+    """Raises BadInput if scipy is missing."""
+    if not importlib.util.find_spec("scipy"):
+        raise BadInput("scipy, for the intervals, is not installed: pip install '.[judge]'")
+
+
 def score(values, weights=None, seed=0):
     """Returns the Score of the problems. Where each value is 0 or 1, its interval is Wilson's (1927)."""
+    from scipy.stats import binomtest
     if not are_shares(values, weights):
         return bootstrap(values, weights, seed)
-    num = float(sum(values))
-    of = len(values)
-    centre = (num + Z**2 / 2) / (of + Z**2)
-    half = Z * math.sqrt(num * (of - num) / of + Z**2 / 4) / (of + Z**2)
-    return Score(num / of, max(0.0, centre - half), min(1.0, centre + half), of)
+    num = int(sum(values))
+    interval = binomtest(num, len(values)).proportion_ci(method="wilson")
+    return Score(num / len(values), float(interval.low), float(interval.high), len(values))
 
 
 def are_shares(values, weights=None):
@@ -66,19 +72,27 @@ def are_shares(values, weights=None):
 
 def bootstrap(values, weights=None, seed=0):
     """Returns the Score of the problems, with the interval of the percentile bootstrap over problems (Efron 1979)."""
+    from scipy import stats
+
+    def mean(values, weights, axis=-1):
+        return values.sum(axis) / weights.sum(axis)
+
     values = np.asarray(values, float)
     weights = np.ones(len(values)) if weights is None else np.asarray(weights, float)
-    rng = np.random.default_rng(seed)
-    means = []
-    for _ in range(DRAWS // BLOCK):
-        drawn = rng.integers(len(values), size=(BLOCK, len(values)))
-        means.append(values[drawn].sum(1) / weights[drawn].sum(1))
-    low, high = np.percentile(np.concatenate(means), [2.5, 97.5])
-    return Score(float(values.sum() / weights.sum()), float(low), float(high), len(values))
+    low = high = whole = float(mean(values, weights))
+    if len(values) > 1:  # of one problem, every sample is the same
+        low, high = stats.bootstrap((values, weights), mean, paired=True, method="percentile", n_resamples=DRAWS,
+                                    batch=BATCH, rng=seed).confidence_interval
+    return Score(whole, float(low), float(high), len(values))
 
 
 def compare(first, second, weights=None, seed=0):
     """Returns the Difference of two lists of values of the same problems, with the p-value of a permutation test."""
+    from scipy.stats import permutation_test
+
+    def size_of_sum(values, axis=-1):
+        return abs(values.sum(axis))
+
     differences = np.asarray(first, float) - np.asarray(second, float)
     found = bootstrap(differences, weights, seed)
     if np.ptp(differences) == 0 and are_shares([*first, *second], weights):
@@ -86,17 +100,13 @@ def compare(first, second, weights=None, seed=0):
         shift = differences.sum() / (len(differences) + 2)
         half = Z * math.sqrt((abs(shift) + 2 / (len(differences) + 2) - shift**2) / (len(differences) + 2))
         found = replace(found, low=float(max(-1, shift - half)), high=float(min(1, shift + half)))
-    # How often a difference at least as large comes out if, for each problem, chance decides which of the two values
-    # belongs to which checkpoint.
-    rng = np.random.default_rng(seed)
-    sums = []
-    for _ in range(DRAWS // BLOCK):
-        signs = rng.choice([-1.0, 1.0], (BLOCK, len(differences)))
-        sums.append(signs @ differences)
-    # The observed difference counts as one of the draws, so p is never 0. Sums in another order are rounded
-    # differently, hence 1e-12.
-    num_larger = (np.abs(np.concatenate(sums)) >= abs(differences.sum()) * (1 - 1e-12)).sum()
-    return Difference(**vars(found), p_value=float((1 + num_larger) / (1 + DRAWS)))
+    # How often a sum at least as large comes out if, for each problem, chance decides which of the two values belongs
+    # to which checkpoint.
+    p_value = 1.0
+    if len(differences) > 1:
+        p_value = permutation_test((differences,), size_of_sum, permutation_type="samples", alternative="greater",
+                                   n_resamples=DRAWS, batch=BATCH, rng=seed).pvalue
+    return Difference(**vars(found), p_value=float(p_value))
 
 
 # From records to scores

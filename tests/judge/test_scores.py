@@ -7,6 +7,7 @@ import pytest
 from nanochat.common import BadInput
 from nanochat.judge.eval_report import compare, make_page, pass_at_k, score
 from nanochat.judge.results import Results, read_results
+from scripts import code_eval, eval_table, solve
 
 
 @pytest.mark.parametrize("passed", range(6))
@@ -41,6 +42,18 @@ def test_no_field_of_a_record_is_taken_for_html():
               "message": hostile}
     page = make_page({"task": hostile, "checkpoint": hostile}, [record], {hostile: (hostile, hostile)}, [hostile])
     assert hostile not in page and page.count("&lt;script&gt;") > 10
+
+
+def test_one_problem_has_a_score_and_a_difference():
+    found = compare([10], [12], [4])
+    assert (found.mean, found.low, found.high, found.p_value) == (-0.5, -0.5, -0.5, 1)
+
+
+def test_without_scipy_one_line_says_how_to_install_it(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    for script in (code_eval, eval_table, solve):
+        with pytest.raises(BadInput, match=r"scipy.*pip install '\.\[judge\]'"):
+            script.main(["--checkpoint=missing", *(["--problems=own"] if script is solve else [])])
 
 
 def test_bits_per_byte_are_all_bits_over_all_bytes():
