@@ -5,7 +5,7 @@
     python3 -m scripts.code_eval --checkpoint=RUN --against=FOLDER  # is it better than another checkpoint?
     python3 -m scripts.code_eval --check                            # judges the problems' solutions; needs no model
 
-After a kill, the same command continues. Needs apt-get install g++ bubblewrap, and pip install '.[judge]'.
+Needs apt-get install g++ bubblewrap, and pip install '.[judge]'.
 
 The prompt for a gap is that of an editor: the beginning of the gap's line comes right before the model's text.
 """
@@ -22,7 +22,7 @@ from nanochat.judge.code_eval import TASKS, check_solutions, evaluate, make_item
 from nanochat.judge.eval_report import require_scipy, write_report
 from nanochat.judge.judge import Judge, JudgeFlags
 from nanochat.judge.problems import digest, read_sets, usable
-from nanochat.judge.results import open_results, results_dir
+from nanochat.judge.results import results_dir, results_file, write_results
 from nanochat.judge.writer import Writer, WriterFlags
 from nanochat.record.progress import Progress
 
@@ -61,7 +61,7 @@ def main(argv=None):
     items = make_items(of_task, problems, of_samples.seed)
     sampling = of_samples.sampling(load_language_meta(path).config["max_seq_len"], of_samples.num_samples)
     # Everything that determines the records. The first line of the results holds it, and a file with other settings is
-    # refused. `weights` are a part of the checksum, so a replaced checkpoint counts as another one.
+    # not overwritten. `weights` are a part of the checksum, so a replaced checkpoint counts as another one.
     settings = {
         "format": 1, "task": of_task.task, "items": digest(items), "num_items": len(items),
         "num_samples": sampling.num_samples, "max_tokens": sampling.max_tokens, "temperature": sampling.temperature,
@@ -70,15 +70,17 @@ def main(argv=None):
     others = read_others(judging.against, settings) if judging.against else []
     name = f"{path.parent.name}_{path.name}_{of_task.task}"
     out_dir = results_dir(judging.out_dir, "code_eval", name, settings)
-    with Judge() as judge, open_results(out_dir / "samples.jsonl", settings) as results:
+    file = results_file(out_dir, "samples.jsonl", settings)
+    with Judge() as judge:
         dist = compute_init(device_type)
         model, tokenizer, meta = load_model(path, dist, tokenizer_dir=of_model.tokenizer_dir,
                                             weights=settings["weights"])
         writer = Writer(model, tokenizer, dist, sampling, default_extra_tokens(meta))
         with Progress("problems", len(items), unit="") as progress:
-            evaluate(items, writer, judge, results, judging.num_workers, progress.update)
+            records = evaluate(items, writer, judge, judging.num_workers, progress.update)
         compute_cleanup(dist)
-    write_report(out_dir, settings, results.records, items, others)
+    write_results(file, settings, records)
+    write_report(out_dir, settings, records, items, others)
 
 
 if __name__ == "__main__":

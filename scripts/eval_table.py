@@ -1,8 +1,7 @@
 """Evaluates a checkpoint on the project's own problems and prints one table: make eval CHECKPOINT=RUN
 
 Runs code_eval on functions and on gaps in their solutions, and solve with every method at three budgets. Writes to
-$NANOCHAT_BASE_DIR/eval. After a kill, the same command continues. A model of 9M parameters takes 49 minutes on two
-cores.
+$NANOCHAT_BASE_DIR/eval. A model of 9M parameters takes 49 minutes on two cores.
 """
 from dataclasses import dataclass
 from pathlib import Path

@@ -20,7 +20,7 @@ from nanochat.infer.load import ModelFlags, load_language_meta, resolve_inferenc
 from nanochat.judge.eval_report import require_scipy
 from nanochat.judge.judge import Judge, JudgeFlags
 from nanochat.judge.problems import ProblemFlags, digest
-from nanochat.judge.results import open_results, results_dir
+from nanochat.judge.results import results_dir, results_file, write_results
 from nanochat.judge.solve import SearchFlags, compare_methods, fitting, load_writers, solve, table
 from nanochat.record.progress import Progress
 
@@ -54,13 +54,15 @@ def main(argv=None):
         "quantize": of_model.quantize, "checkpoint": f"{path.parent.name}/{path.name}",
         "weights": weights_of(path), "device_type": device_type}
     out_dir = results_dir(judging.out_dir, "solve", f"{path.parent.name}_{path.name}", settings)
-    with Judge() as judge, open_results(out_dir / "searches.jsonl", settings) as results:
+    file = results_file(out_dir, "searches.jsonl", settings)
+    with Judge() as judge:
         torch.set_num_threads(1)  # the searches themselves run in parallel
         writers = load(judging.num_workers, settings["weights"])
         with Progress("problems", len(problems), unit="") as progress:
-            compare_methods(writers, judge, problems, methods, budgets, results, progress.update)
+            records = compare_methods(writers, judge, problems, methods, budgets, progress.update)
         compute_cleanup(writers[0].dist)
-    lines = table(results.records)
+    write_results(file, settings, records)
+    lines = table(records)
     (out_dir / "table.txt").write_text("\n".join(lines) + "\n")
     print("\n".join(lines) + f"\n\n{out_dir}: searches.jsonl, table.txt")
 

@@ -1,6 +1,6 @@
 """Measures the share of a model's C++ that compiles and passes tests: during a run, and for scripts/code_eval.py."""
 import os
-from collections import Counter, deque
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 
 from nanochat.common import BadInput, say
@@ -68,46 +68,33 @@ def make_items(flags, problems, seed):
     return gaps
 
 
-def evaluate(items, writer, judge, results, workers, show=ignore):
-    """Adds to `results` the records of all items, problems or Gaps. `workers` threads judge while the model writes the
-    next items. show(num_done) is called with the number of items that `results` held before, and with 1 after each
-    one."""
-    # A kill may lose records of the last item only. The same seed writes the same samples again, and the ones that the
-    # file holds are skipped.
-    num_written = Counter(record["name"] for record in results.records)
-    last = None
-    if results.records:
-        last = results.records[-1]["name"]
-    todo = []
-    for item in items:
-        if item.name == last or item.name not in num_written:
-            todo.append(item)
-    show(len(items) - len(todo))
-    # The records are written in the order of the items, whichever verdict comes first. The model runs at most two items
-    # for each worker ahead of the judging, so that a kill loses little.
+def evaluate(items, writer, judge, workers, show=ignore):
+    """Returns the records of all items, problems or Gaps, in their order. `workers` threads judge while the model
+    writes the next items. show(1) is called after each item."""
+    found = []
     pending = deque()  # for each item, its records and their verdicts in flight
 
     def finish_first():
         for record, verdict in pending.popleft():
-            found = verdict.result()
-            results.add(record | (vars(found) if found else {"status": None}))
+            verdict = verdict.result()
+            found.append(record | (vars(verdict) if verdict else {"status": None}))
         show(1)
 
     with ThreadPoolExecutor(workers) as pool:
-        for item in todo:
+        for item in items:
             records = writer.write(item)
-            if item.name == last:
-                records = records[num_written[last]:]
             pending.append([(record, pool.submit(item.verdict, judge, record["text"])) for record in records])
+            # The model runs at most two items for each worker ahead of the judging, so that Ctrl-C does not wait long.
             while pending and (len(pending) > 2 * workers or all(verdict.done() for _, verdict in pending[0])):
                 finish_first()
         while pending:
             finish_first()
+    return found
 
 
 def read_others(path, settings):
     """Returns the records of the evaluation in `path`. Raises BadInput unless its task and settings are the same."""
-    found, records, _ = read_results(path / "samples.jsonl" if path.is_dir() else path)
+    found, records = read_results(path / "samples.jsonl" if path.is_dir() else path)
     ours = dict(settings)
     for key in OF_THE_CHECKPOINT:
         ours.pop(key, None)

@@ -132,11 +132,9 @@ def search_problem(writer, judge, problem, methods, budgets):
     return records
 
 
-def compare_methods(writers, judge, problems, methods, budgets, results, show=ignore):
-    """Adds to `results` the records of all problems in their order, each searched in a thread with one of `writers`.
-    show(num_done) is called with the number of problems that `results` held before, and with 1 after each one."""
-    # A kill may lose some records of a problem. It is searched again, and the records that the file holds are skipped.
-    num_whole, num_written = divmod(len(results.records), len(methods) * len(budgets))
+def compare_methods(writers, judge, problems, methods, budgets, show=ignore):
+    """Returns the records of all problems in their order, each searched in a thread with one of `writers`. show(1) is
+    called after each one."""
     # A writer's engine serves one thread at a time. As many threads as writers: no thread waits for one.
     free = queue.SimpleQueue()
     for writer in writers:
@@ -149,16 +147,15 @@ def compare_methods(writers, judge, problems, methods, budgets, results, show=ig
         finally:
             free.put(writer)
 
-    show(num_whole)
+    found = []
     with ThreadPoolExecutor(len(writers)) as pool:
         try:
-            for records in pool.map(work, problems[num_whole:]):
-                for record in records[num_written:]:
-                    results.add(record)
-                num_written = 0
+            for records in pool.map(work, problems):
+                found += records
                 show(1)
         finally:
             pool.shutdown(cancel_futures=True)  # after Ctrl-C or an error
+    return found
 
 
 def table(records):

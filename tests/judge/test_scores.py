@@ -6,7 +6,7 @@ import pytest
 
 from nanochat.common import BadInput
 from nanochat.judge.eval_report import compare, make_page, pass_at_k, score
-from nanochat.judge.results import Results, read_results
+from nanochat.judge.results import read_results, results_file
 from scripts import code_eval, eval_table, solve
 
 
@@ -90,5 +90,5 @@ def test_another_file_than_results_is_refused_and_kept(tmp_path, content):
     path = tmp_path / "samples.jsonl"
     path.write_text(content)
     with pytest.raises(BadInput, match="is not a file of results"):
-        Results(path, {"format": 1})
+        results_file(tmp_path, path.name, {"format": 1})
     assert path.read_text() == content

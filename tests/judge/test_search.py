@@ -163,7 +163,7 @@ def test_the_script_prints_code_that_compiles_and_its_verdict(solve, judge, tmp_
     assert status == 1 and "// unfinished: best_of, " in output.out
 
 
-def test_a_comparison_that_was_killed_goes_on_to_the_same_file(solve, tmp_path):
+def test_a_comparison_is_repeated_exactly_and_not_overwritten_by_another(solve, tmp_path):
     row = {"prompt": PROMPT, "declaration": PROMPT, "canonical_solution": "    return a;\n}\n", "test": TESTS}
     problems = tmp_path / "problems.jsonl"
     problems.write_text("".join(json.dumps(row | {"task_id": name}) + "\n" for name in "xyz"))
@@ -172,12 +172,11 @@ def test_a_comparison_that_was_killed_goes_on_to_the_same_file(solve, tmp_path):
     assert "| 120 | `tree` |" in output and "p = " in output
     samples = tmp_path / "out/searches.jsonl"
     whole = samples.read_bytes()
-    lines = whole.splitlines(keepends=True)
-    assert len(lines) == 1 + 3 * 4
-    samples.write_bytes(b"".join(lines[:7]) + lines[7][:20])  # in the middle of the second problem
+    assert len(whole.splitlines()) == 1 + 3 * 4
     assert solve(*flags)[1].out == output and samples.read_bytes() == whole
     with pytest.raises(BadInput, match="results of another evaluation"):
         solve(*flags, "--seed=1")
+    assert samples.read_bytes() == whole
 
 
 @pytest.mark.parametrize("flags, message", [
