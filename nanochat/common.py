@@ -123,6 +123,7 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescrip
 class ArgumentParser(argparse.ArgumentParser):
     """An argparse parser whose `--help` shows every default. It reads `--batch-size` as `--batch_size`, and raises
     BadInput instead of printing the usage."""
+    gone = {}  # {name of a flag that a script had: what to do instead}
 
     def __init__(self, **kwargs):
         super().__init__(formatter_class=_HelpFormatter, allow_abbrev=False, **kwargs)
@@ -142,6 +143,8 @@ class ArgumentParser(argparse.ArgumentParser):
     def parse_args(self, args=None, namespace=None):
         found, unknown = self.parse_known_args(args, namespace)
         for word in unknown:
+            if instead := self.gone.get(word.partition("=")[0].removeprefix("--")):
+                self.error(f"{word} is gone: {instead}")
             near = self._near(word.partition("=")[0])
             advice = f"did you mean {near}?" if near else "--help lists all flags"
             self.error(f"{word if word.strip() else repr(word)} is not a flag: {advice}")
@@ -254,12 +257,13 @@ def _add_flag(group, field_):
     group.add_argument(name if is_positional else f"--{name}", **options)
 
 
-def read_flags(argv, description, titles, first=()):
+def read_flags(argv, description, titles, first=(), gone=None):
     """Returns an object of each data class in `titles`, {data class: title of its flags in --help}, whose fields are
     made with flag(). argv: the arguments; None: those of this process. first: names of flags that --help shows first.
-    Raises BadInput."""
+    gone: see ArgumentParser. Raises BadInput."""
     parser = ArgumentParser(prog=f"python3 -m scripts.{Path(sys.argv[0]).stem}", description=description,
                             usage="%(prog)s [--flag=value …]" if first else None, add_help=False)
+    parser.gone = gone or {}
     by_name = {field_.name: field_ for data_class in titles for field_ in fields(data_class)}
     if first:
         group = parser.add_argument_group("the flags to begin with")

@@ -104,7 +104,7 @@ def count_steps(flags, meta, own, tokenizer):
     tokens = meta.total_batch_size
     steps = flags.epochs * tokens_in(own, tokenizer) / (tokens / 2)
     if resolve_inference_device_type(flags.device_type) in ("cpu", "xla"):
-        config = GPTConfig(**meta.config)
+        config = meta.config_as(GPTConfig)
         seconds = min(seconds_of_row(config) for _ in range(3)) * tokens / config.max_seq_len  # the first warms up
         steps = min(steps, 60 * flags.minutes / seconds)
     return max(EVALUATIONS, round(steps))

@@ -46,7 +46,7 @@ def main(argv=None):
         device_type = resolve_inference_device_type(flags.device_type)
     prepare_xla_environment(device_type)
     path = find_checkpoint(flags.checkpoint)
-    config = GPTConfig(**load_language_meta(path).config)
+    config = load_language_meta(path).config_as(GPTConfig)
     seq_len = config.max_seq_len
     if flags.max_seq_len != -1:
         seq_len = flags.max_seq_len

@@ -48,7 +48,7 @@ def main(argv=None):
     device_type = resolve_inference_device_type(of_model.device_type)
     prepare_xla_environment(device_type)
     path = find_checkpoint(of_model.checkpoint)
-    mesh = of_mesh.mesh(GPTConfig(**load_language_meta(path).config), device_type, MESH_KERNEL)
+    mesh = of_mesh.mesh(load_language_meta(path).config_as(GPTConfig), device_type, MESH_KERNEL)
     prompt = of_prompt.read()
     return run_on_mesh(partial(complete, of_model, path, prompt, of_prompt.echo, sampling, mesh), mesh,
                        device_type)

@@ -10,7 +10,8 @@ import torch
 from nanochat.checkpoint.on_disk import META, read_text
 from nanochat.common import BadInput
 
-FORMAT = 2  # of a checkpoint. Whoever adds a field to Meta, or changes the meaning of one, raises it
+FORMAT = 2  # of a checkpoint. Whoever changes the meaning of a field of Meta, or of a config, raises it
+GONE_FIELDS = {}  # of configs: the value that meant "off", the only one that is still read
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,18 @@ class Meta:
 
     def to_json(self):
         return {"format": FORMAT} | asdict(self)
+
+    def config_as(self, config_class):
+        """Returns the model's config, a `config_class`, with what stood for the fields that did not exist yet. Raises
+        BadInput, and TypeError for fields that are missing or unknown."""
+        config = dict(self.config)
+        for each in fields(config_class):
+            if "before" in each.metadata:
+                config.setdefault(each.name, each.metadata["before"])
+        for name, off in GONE_FIELDS.items():
+            if (value := config.pop(name, off)) != off:
+                raise BadInput(f"{name} = {json.dumps(value)[:40]}, an option that is gone")
+        return config_class(**config)
 
     @classmethod
     def from_json(cls, found):
@@ -74,18 +87,19 @@ def read_config(path, meta, config_class):
         return BadInput(f"{path} cannot be used: the model's config in its {META} {problem}: use another checkpoint, "
                         "or the version of nanochat that wrote it")
 
-    types = {each.name: each.type for each in fields(config_class)}
-    for name in [*types, *meta.config]:
-        if name not in meta.config:
+    for each in fields(config_class):
+        name = each.name
+        if name not in meta.config and "before" not in each.metadata:
             raise refuse(f"has no {name}")
-        if name not in types:
-            raise refuse(f"has {name}, which this program does not know")
-        value = meta.config[name]
-        is_right = type(value) is types[name] or type(value) is int and types[name] is float
-        if not is_right or types[name] is int and value < 0:
+        value = meta.config.get(name, each.metadata.get("before"))
+        is_right = type(value) is each.type or type(value) is int and each.type is float
+        if not is_right or each.type is int and value < 0:
             raise refuse(f"has {name} = {json.dumps(value)[:40]}")
+    unknown = meta.config.keys() - {each.name for each in fields(config_class)} - GONE_FIELDS.keys()
+    if unknown:
+        raise refuse(f"has {min(unknown)}, which this program does not know")
     try:
-        return config_class(**meta.config)
+        return meta.config_as(config_class)
     except (BadInput, ArithmeticError) as error:
         raise refuse(f"makes no model ({error})") from None
 

@@ -81,7 +81,7 @@ def load_model(path, dist, *, tokenizer_dir=None, kernel="auto", quantize="none"
         raise BadInput(f"checkpoint {path} is damaged ({problem}): use another one")
     tokenizer = load_tokenizer(tokenizer_dir)
     check_tokenizer(tokenizer, meta.config["vocab_size"], meta.tokenizer_sha256)
-    config = GPTConfig(**meta.config)
+    config = meta.config_as(GPTConfig)
     kernels = get_kernels(kernel, dist.device_type, Sharding.of_mesh(mesh))
     try:
         state = load_tensors(path, MODEL)

@@ -15,7 +15,10 @@ def in_whole(size, unit):
 @dataclass(frozen=True)
 class GPTConfig:
     """A field made with flag() is a flag of base_train, under the name `called` if there is one; a bool is `on` or
-    `off` there. __post_init__ derives the fields that are None. Raises BadInput if the fields make no model."""
+    `off` there. __post_init__ derives the fields that are None. Raises BadInput if the fields make no model.
+
+    A checkpoint is read for ever, so a new field says in `before` what stood for it before it existed: that need not be
+    its default. A field that goes joins GONE_FIELDS (checkpoint/meta.py)."""
     vocab_size: int = 65536  # of the tokenizer
     n_layer: int = flag(16, "number of layers", called="depth", at_least=1, at_most=10_000)
     max_seq_len: int = flag(1024, "positions per row; sets the base of the rotary frequencies", at_least=1,
@@ -30,11 +33,13 @@ class GPTConfig:
                                "last is L")
     short_window: int = flag(None, "positions that an S layer sees; default: a quarter of --max_seq_len, rounded up to "
                              "a multiple of 128", at_least=2, at_most=2**20, unset=-1)
-    key_shift: bool = flag(True, "half of each head's key channels come from the previous position")
+    key_shift: bool = flag(True, "half of each head's key channels come from the previous position",
+                           before=False)
     softcap: float = flag(15.0, "bound of the logits; 0: none", at_least=1, at_most=1e4, unset=0)
-    layer_gates: bool = flag(True, "learned, token-dependent gates scale values and what attention and MLP add")
+    layer_gates: bool = flag(True, "learned, token-dependent gates scale values and what attention and MLP add",
+                             before=False)
     value_embeddings: str = flag("shared", "learned per-token vectors that every second layer adds to attention's "
-                                 "values: shared, own or off", choices=("off", "own", "shared"))
+                                 "values: shared, own or off", before="off", choices=("off", "own", "shared"))
     ngram_rows: int = flag(0, "rows (a power of two) of a table of hashed token pairs and triples; 0: none",
                            at_least=2, at_most=2**24, unset=0)
     rotary_base: float = None  # see rotary_base_for

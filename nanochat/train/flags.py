@@ -3,6 +3,7 @@ import os
 import re
 from dataclasses import asdict, dataclass, field, fields, make_dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -120,7 +121,6 @@ class DataFlags(TextFlags):
                                 of=path_text)
     tokenizer_dir: str | None = flag(None, "folder of the tokenizer; default: $NANOCHAT_BASE_DIR/tokenizer if it "
                                      "exists, else the shipped one", of=path_text)
-    tokenizer_threads: int = flag(2, "threads per rank that prefetch and tokenize", at_least=1, at_most=1000)
     num_lanes: int = flag(NUM_LANES, "streams of data, a multiple of the number of devices; batches depend on it; "
                           "docs/data.md", at_least=1, at_most=4096)
     fim_rate: float = flag(0.0, "fraction of the documents rewritten for fill in the middle; "
@@ -149,7 +149,7 @@ def _flag_of_field(config_field):
     """Returns the flag of a field of GPTConfig. Its default is None: a resumed run keeps the checkpoint's value, and a
     new run takes GPTConfig's."""
     # A bool becomes on, off or None: a resumed run must tell "off" from "not given".
-    options = {name: value for name, value in config_field.metadata.items() if name != "called"}
+    options = {name: value for name, value in config_field.metadata.items() if name not in ("called", "before")}
     options["of"] = config_field.type
     if config_field.type is bool:
         options |= {"of": str, "choices": ("on", "off")}
@@ -261,6 +261,25 @@ TITLES = {
     LanguageRecordFlags: "evaluation, samples, checkpoints, logs"}
 
 
+class Gone(NamedTuple):
+    """A flag that base_train had. Runs that began with it resume only from the values of `off`, if there are some."""
+    instead: str  # what to do now
+    off: tuple = ()
+
+
+GONE = {
+    "tokenizer_threads": Gone("each rank has two threads that prefetch and tokenize: leave it out"),
+}
+
+
+def require_not_gone(saved, run):
+    """Raises BadInput if a checkpoint's flags, {name: value}, have one that is gone and made another run of it."""
+    for name, gone in GONE.items():
+        if gone.off and name in saved and saved[name] not in gone.off:
+            raise BadInput(f"--run={run} has a checkpoint with --{name}={saved[name]}, which is gone ({gone.instead}): "
+                           "choose another --run, or resume with the version of nanochat that wrote it")
+
+
 class FlagGroups:
     """A data class whose fields are groups of flags."""
 
@@ -304,4 +323,5 @@ class Flags(FlagGroups):
 def parse_flags(argv=None, description=None):
     """Returns the Flags of a command line. argv: the arguments, by default this process's; description: for --help.
     Raises BadInput."""
-    return Flags(*read_flags(argv, description, TITLES, FIRST))
+    gone = {name: each.instead for name, each in GONE.items()}
+    return Flags(*read_flags(argv, description, TITLES, FIRST, gone))

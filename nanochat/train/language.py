@@ -174,14 +174,13 @@ class LanguageTask:
         mixture = open_mixture(data)
         infilling = Infilling(data.fim_rate, rows.seed, context=data.fim_context) if data.fim_rate else None
         return MixtureLoader(mixture, self.tokenizer, rows, stage_rows(mixture, self.plan, step, lane_states),
-                             state=lane_states, infilling=infilling, threads=data.tokenizer_threads)
+                             state=lane_states, infilling=infilling)
 
     def _open_rows(self, split, data, rows, fim_rate, fim_context=0.0, **options):
         if data.synthetic_data:
             return SyntheticLoader(self.tokenizer.n_vocab, rows, **options)
         infilling = Infilling(fim_rate, rows.seed, context=fim_context) if fim_rate else None
-        return DataLoader(open_text(data, split), self.tokenizer, rows, infilling=infilling,
-                          threads=data.tokenizer_threads, **options)
+        return DataLoader(open_text(data, split), self.tokenizer, rows, infilling=infilling, **options)
 
     # The training step
 

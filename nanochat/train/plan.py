@@ -114,7 +114,7 @@ def make_plan(flags, vocab_size, device_type, world_size, meta=None):
     batch = flags.batch
     devices = flags.devices
     shard_optimizer = plan_sharding(devices, device_type)
-    config = GPTConfig(**meta.config) if meta else config_from_flags(asdict(flags.model), vocab_size)
+    config = meta.config_as(GPTConfig) if meta else config_from_flags(asdict(flags.model), vocab_size)
     # Each follows from the one before: the mesh divides the weights, the kernels must suit the mesh, the row lengths
     # must suit the kernels, a batch is whole micro-steps of the mesh, and the horizon counts batches.
     parameters = count_parameters(config)

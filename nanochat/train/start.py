@@ -11,7 +11,7 @@ from nanochat.common import BadInput
 from nanochat.data.tokenizer import load_tokenizer
 from nanochat.model.config import GPTConfig, config_as_flags, require_as_saved
 from nanochat.model.rates import OptimConfig, lr_multiplier
-from nanochat.train.flags import BatchFlags, DataFlags, DistillationFlags, StartFlags
+from nanochat.train.flags import BatchFlags, DataFlags, DistillationFlags, StartFlags, require_not_gone
 from nanochat.train.plan import plan_horizon, plan_rates
 from nanochat.train.prepare import run_directory
 from nanochat.train.stages import length_schedule
@@ -83,7 +83,7 @@ def kept_flags(flags, directory):
     meta = saved_meta(flags, directory)
     if meta is None:
         return []
-    saved = config_as_flags(GPTConfig(**meta.config))
+    saved = config_as_flags(meta.config_as(GPTConfig))
     found = []
     for name, value in saved.items():
         if getattr(flags.model, name) is None:
@@ -141,6 +141,7 @@ def find_start(flags, saved, tokenizer, directory):
 def as_begun(flags, meta):
     """Returns the Flags with the start that the run of a checkpoint's Meta had: it is not started again. Raises
     BadInput."""
+    require_not_gone(meta.flags, flags.run.run)
     begun = saved_flags(StartFlags, meta.flags)
     asked = flags.start.init_from or flags.start.decay_from
     if asked and not (begun.init_from or begun.decay_from):
