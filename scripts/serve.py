@@ -65,8 +65,8 @@ def main(argv=None):
         dist = compute_init(device_type)
         completer = load_completer(of_model, path, limits.extra_tokens, dist)
         completer.copies = not limits.no_copies
-        server = Server(completer, name=f"{path.resolve().parent.name}/{path.name}", device=str(dist.device),
-                        max_tokens=max_tokens, timeout_s=limits.timeout_s)
+        server = Server(completer, name=f"{path.resolve().parent.name}/{path.name}", max_tokens=max_tokens,
+                        timeout_s=limits.timeout_s)
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
         host, port = listening.getsockname()[:2]
         if ":" in host:

@@ -19,6 +19,7 @@ from nanochat.common import BadInput
 from nanochat.data.projects import SUFFIXES, alike_first
 
 TIMEOUT_S = 60
+MAX_TOKENS = 64  # of a completion
 MAX_SIDE = 1 << 15  # characters before, and after, the cursor that are sent: more than a model reads
 MAX_OTHERS = 1 << 16  # characters of other files that are sent
 MAX_FILES = 256  # more are refused
@@ -55,8 +56,8 @@ def make_language_server(url, api_key=None):
         if document is None:  # the editor has closed it, or never opened it
             return []
         documents[uri] = document  # the last used one comes last
-        span, typed, segments = segments_at(ls.workspace, document, params)
-        text, message = await ask(client, url, segments)
+        span, typed, body = request_at(ls.workspace, document, params)
+        text, message = await ask(client, url, body)
         # Once, because editors ask with each key.
         if message and message != last_said[0]:
             ls.window_show_message(types.ShowMessageParams(types.MessageType.Warning, f"nanochat: {message}"))
@@ -66,22 +67,22 @@ def make_language_server(url, api_key=None):
     return server
 
 
-async def ask(client, url, segments):
+async def ask(client, url, body):
     """Returns the server's completion and "", or "" and what the user must know."""
     try:
-        answer = await client.post("/v1/completions", content=json.dumps({"segments": segments}).encode())
+        answer = await client.post("/infill", content=json.dumps(body).encode())
         if answer.status_code == STATUS_REPLACED:  # by a newer request of this editor
             return "", ""
         answer = answer.json()
         if "error" in answer:
             return "", answer["error"]["message"]
-        return answer["choices"][0]["text"], ""
+        return answer["content"], ""
     except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
         return "", f"no answer of {url} ({type(error).__name__}): start python3 -m scripts.serve"
 
 
-def segments_at(workspace, document, params):
-    """Returns the Range that the completion replaces, the text that it begins with, and Tabby's segments."""
+def request_at(workspace, document, params):
+    """Returns the Range that the completion replaces, the text that it begins with, and the body of an /infill."""
     span = types.Range(params.position, params.position)
     typed = ""
     if chosen := params.context.selected_completion_info:  # of a menu: the completion must extend its item
@@ -90,10 +91,18 @@ def segments_at(workspace, document, params):
     source = document.source
     prefix = source[:document.offset_at_position(span.start)] + typed
     suffix = source[document.offset_at_position(span.end):]
-    others = [{"filepath": path, "body": text} for path, text in other_files(workspace, document)]
-    return span, typed, {"prefix": prefix[-MAX_SIDE:].replace("\r\n", "\n"),
-                         "suffix": suffix[:MAX_SIDE].replace("\r\n", "\n"),
-                         "relevant_snippets_from_changed_files": others}
+    others = [{"filename": path, "text": text} for path, text in other_files(workspace, document)]
+    return span, typed, {"input_prefix": prefix[-MAX_SIDE:].replace("\r\n", "\n"),
+                         "input_suffix": suffix[:MAX_SIDE].replace("\r\n", "\n"),
+                         "input_extra": others, "n_predict": MAX_TOKENS, "n_indent": indentation(prefix), "id_slot": 0}
+
+
+def indentation(prefix):
+    """Returns by how many characters the line at the cursor is indented: a completion does not leave its block."""
+    line = prefix[prefix.rfind("\n") + 1:]
+    if not line.strip():
+        return 0
+    return len(line) - len(line.lstrip(" \t"))
 
 
 def other_files(workspace, document):

@@ -81,7 +81,7 @@ def make_options(max_tokens, num_samples=1, temperature=None, seed=None, top_p=1
     return Options(sampling, **others)
 
 
-# llama.cpp's /infill: llama.vim, llama.vscode
+# llama.cpp's /infill: llama.vim, llama.vscode, scripts.lsp
 
 
 class ExtraFile(Body):
@@ -146,7 +146,7 @@ def only_fields(answer, names):
     return found
 
 
-# /v1/completions: OpenAI's, and Tabby's with `segments`
+# OpenAI's /v1/completions
 
 # The tokens of gaps before the prefix, before the suffix and at the end, as Zed and others write them into the prompt.
 GAP_TOKENS = (
@@ -170,34 +170,6 @@ def split_gap(prompt):
     return None
 
 
-class Snippet(Body):
-    filepath: Text = ""
-    body: Text = ""
-
-
-Snippets = Annotated[list[Snippet], Field(max_length=256)]
-
-
-class Segments(Body):
-    prefix: Text = ""
-    suffix: Text = ""
-    relevant_snippets_from_recently_opened_files: Snippets = []
-    relevant_snippets_from_changed_files: Snippets = []
-    declarations: Snippets = []
-
-    def others(self):
-        """Returns the Snippets of other files, the most helpful one last."""
-        return (self.relevant_snippets_from_recently_opened_files + self.relevant_snippets_from_changed_files
-                + self.declarations)
-
-    def min_indent(self):
-        """Returns the indentation of the line at the cursor: a completion does not leave its block."""
-        line = self.prefix[self.prefix.rfind("\n") + 1:]
-        if not line.strip():
-            return 0
-        return len(line) - len(line.lstrip(" \t"))
-
-
 class StreamOptions(Body):
     include_usage: bool = False
 
@@ -205,7 +177,6 @@ class StreamOptions(Body):
 class CompletionBody(RequestBody):
     prompt: Annotated[list[Text], BeforeValidator(as_list), Field(min_length=1, max_length=1)] = [""]
     suffix: Text | None = None
-    segments: Segments | None = None
     max_tokens: int = Field(16, ge=0)
     temperature: Temperature | None = None
     top_p: Probability = 1.0
@@ -231,10 +202,6 @@ class CompletionBody(RequestBody):
         temperature = 1.0 if self.temperature is None else self.temperature  # OpenAI's default
         return make_options(min(self.max_tokens, most_tokens), self.n, temperature, self.seed, self.top_p, top_k=0,
                             stop=self.stop)
-
-    def tabby_options(self, most_tokens):
-        return make_options(min(EDITOR_TOKENS, most_tokens), 1, self.temperature, self.seed,
-                            min_indent=self.segments.min_indent())
 
 
 FINISH_REASONS = {"end": "stop", "stop": "stop", "length": "length"}

@@ -1,10 +1,10 @@
 """The completion server: three protocols of editors, above one function and one model.
 
-| path                    | whose protocol                               | clients                                |
-|-------------------------|----------------------------------------------|----------------------------------------|
-| `/infill`               | llama.cpp's                                  | llama.vim, llama.vscode, the page at / |
-| `/v1/completions`       | OpenAI's; with `segments` in it, Tabby's     | openai, minuet, Zed, Tabby             |
-| `/v1/fim/completions`   | Codestral's                                  | Continue, minuet                       |
+| path                    | whose protocol | clients                                             |
+|-------------------------|----------------|-----------------------------------------------------|
+| `/infill`               | llama.cpp's    | llama.vim, llama.vscode, scripts.lsp, the page at / |
+| `/v1/completions`       | OpenAI's       | openai, minuet, Zed                                 |
+| `/v1/fim/completions`   | Codestral's    | Continue, minuet                                    |
 
 It logs and keeps no text of a user, except the tokens of the last prompt, which the engine holds until another client
 asks.
@@ -13,8 +13,6 @@ import asyncio
 import json
 import logging
 import math
-import os
-import platform
 import time
 from importlib.resources import files
 
@@ -38,12 +36,11 @@ log = logging.getLogger(__name__)
 class Server:
     """The handlers of all paths, and what they share."""
 
-    def __init__(self, completer, *, name, device, max_tokens, timeout_s, body_timeout_s=BODY_TIMEOUT_S):
+    def __init__(self, completer, *, name, max_tokens, timeout_s, body_timeout_s=BODY_TIMEOUT_S):
         """name: of the model, for clients. The others limit each request; max_tokens: at most half of the context;
         body_timeout_s: the arrival of its body."""
         self.completer = completer
         self.name = name
-        self.device = device
         self.max_tokens = max_tokens
         self.timeout_s = timeout_s
         self.body_timeout_s = body_timeout_s
@@ -96,13 +93,11 @@ class Server:
             answers = [protocols.only_fields(answer, body.response_fields) for answer in answers]
         return JSONResponse(answers if len(samples) > 1 else answers[0])
 
-    # --- OpenAI and Tabby
+    # --- OpenAI
 
     async def completions(self, request: Request):
         body = await read_body(request, protocols.CompletionBody, self.body_timeout_s)
         answer = protocols.new_answer("text_completion", self.name)
-        if body.segments:
-            return await self.tabby(request, body, answer)
         [prompt] = body.prompt
         shown = prompt if body.echo else ""
 
@@ -126,14 +121,6 @@ class Server:
         choices = [protocols.completion_choice(i, shown + completion.texts[i], completion.reasons[i])
                    for i in range(body.n)]
         return JSONResponse(answer | {"usage": protocols.usage(completion), "choices": choices})
-
-    async def tabby(self, request, body, answer):
-        segments = body.segments
-        extra = [(snippet.filepath, snippet.body) for snippet in segments.others()]
-        options = body.tabby_options(self.max_tokens)
-        completion = await finished(self.events(request, segments.prefix, segments.suffix, extra, options, "tabby"))
-        choice = protocols.completion_choice(0, completion.texts[0], completion.reasons[0])
-        return JSONResponse(answer | {"choices": [choice]})
 
     # --- Codestral
 
@@ -164,12 +151,6 @@ class Server:
     async def health(self):
         return {"status": "ok"}
 
-    async def tabby_health(self):
-        return {"model": self.name, "device": self.device, "arch": platform.machine(), "cpu_info": "",
-                "cpu_count": os.cpu_count(), "cuda_devices": [],
-                # Tabby's client asks versions from 0.9 on for settings, which this server lacks.
-                "version": {"build_date": "", "build_timestamp": "", "git_sha": "", "git_describe": "v0.1.0"}}
-
     async def show_metrics(self):
         return Response(generate_latest(self.counters.registry), media_type=CONTENT_TYPE_LATEST)
 
@@ -188,7 +169,7 @@ def make_app(server, api_key=None):
     app = FastAPI(openapi_url=None, dependencies=[Depends(check)])
     app.add_middleware(CountRequests, counters=server.counters)
     for path, handler in {"/": server.page, "/health": server.health, "/metrics": server.show_metrics,
-                          "/v1/models": server.models, "/v1/health": server.tabby_health}.items():
+                          "/v1/models": server.models}.items():
         app.api_route(path, methods=["GET", "HEAD"])(handler)
     app.post("/infill")(server.infill)
     app.post("/v1/completions")(server.completions)

@@ -49,7 +49,7 @@ def run_server(flags, sender):
     completer = Completer(Engine(model, tokenizer, CPU), True, copies=False)
     listening = listen("127.0.0.1", 0)
     sender.send(listening.getsockname()[1])
-    app = make_app(Server(completer, name="random", device="cpu", max_tokens=TOKENS, timeout_s=REQUEST_TIMEOUT_S))
+    app = make_app(Server(completer, name="random", max_tokens=TOKENS, timeout_s=REQUEST_TIMEOUT_S))
     make_runner(app).run(sockets=[listening])
 
 

@@ -82,7 +82,7 @@ def completer(gap_run, byte_tokenizer_dir):
 @contextmanager
 def serving(completer, api_key=None, max_tokens=64, timeout_s=60.0, body_timeout_s=10, **options):
     """Yields an httpx.Client of a server in a thread of this process, and the Server. options: of make_runner."""
-    server = Server(completer, name="tiny", device="cpu", max_tokens=max_tokens, timeout_s=timeout_s,
+    server = Server(completer, name="tiny", max_tokens=max_tokens, timeout_s=timeout_s,
                     body_timeout_s=body_timeout_s)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         url = f"http://127.0.0.1:{listening.getsockname()[1]}"

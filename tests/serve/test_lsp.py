@@ -22,7 +22,7 @@ types = pytest.importorskip("lsprotocol.types", reason="pip install '.[lsp]'")
 from pygls.lsp.client import LanguageClient  # noqa: E402
 from pygls.workspace import Workspace  # noqa: E402
 
-from nanochat.serve.lsp import MAX_OTHERS, other_files, segments_at  # noqa: E402
+from nanochat.serve.lsp import MAX_OTHERS, other_files, request_at  # noqa: E402
 
 BEFORE, AFTER = SOURCE.split("    return a + b;")
 REST = "urn a + b;"
@@ -207,9 +207,15 @@ def test_names_without_a_file_cost_little(tmp_path, monkeypatch):
 def test_a_position_counts_the_units_that_were_agreed_on(tmp_path):
     for encoding, character in [("utf-16", 3), ("utf-8", 7), ("utf-32", 2)]:
         workspace, document = workspace_of({tmp_path / "a.cpp": "x\n漢🎉y\n"}, (), encoding)
-        span, typed, segments = segments_at(workspace, document, asked(1, character))
-        assert (segments["prefix"], segments["suffix"], typed) == ("x\n漢🎉", "y\n", "")
-    assert segments_at(workspace, document, asked(9, 9))[2]["suffix"] == ""
+        span, typed, body = request_at(workspace, document, asked(1, character))
+        assert (body["input_prefix"], body["input_suffix"], typed) == ("x\n漢🎉", "y\n", "")
+    assert request_at(workspace, document, asked(9, 9))[2]["input_suffix"] == ""
+
+
+@pytest.mark.parametrize("line, count", [("    ret", 4), ("\tret", 1), ("ret", 0), ("    ", 0)])
+def test_the_server_is_told_the_indentation_of_the_line_that_is_typed(tmp_path, line, count):
+    workspace, document = workspace_of({tmp_path / "a.cpp": f"  x\n{line}\n}}\n"}, ())
+    assert request_at(workspace, document, asked(1, len(line)))[2]["n_indent"] == count
 
 
 NODE = """

@@ -81,13 +81,6 @@ def test_what_one_client_had_read_tells_another_nothing(completer):
         assert post(client, "/infill", **VIM)["timings/prompt_n"] == whole
 
 
-def test_all_other_files_of_tabby_count_its_declarations_as_the_nearest():
-    files = {name: [{"filepath": name, "body": "int a;"}] for name in (
-        "declarations", "relevant_snippets_from_changed_files", "relevant_snippets_from_recently_opened_files")}
-    body = CompletionBody(segments={"prefix": "int b", **files})
-    assert [file.filepath for file in body.segments.others()] == [*files][::-1]
-
-
 def test_a_warm_up_reads_the_prompt_and_answers_nothing(client):
     post(client, "/infill", **VIM | {"input_prefix": "int x;\n"})
     assert post(client, "/infill", **VIM | {"n_predict": 0, "response_fields": [""]}) == {}
@@ -246,13 +239,6 @@ def test_names_of_tokens_inside_a_text_stay_text():
         assert split_gap(text) is None
     body = CompletionBody(prompt=f"{prefix}a{suffix}b{middle}", suffix="c")
     assert (body.prompt, body.suffix) == ([f"{prefix}a{suffix}b{middle}"], "c")
-
-
-def test_a_body_with_segments_is_tabbys(client):
-    answer = post(client, "/v1/completions", language="cpp", user="me", segments={
-        "prefix": BEFORE + LINE, "suffix": AFTER, "filepath": "a.cpp", "clipboard": "x", "git_url": None})
-    assert answer["choices"][0]["text"] == REST and answer["id"]
-    assert client.get("/v1/health").json()["model"] == "tiny"
 
 
 def test_codestrals_answer_and_stream(client):

@@ -1,15 +1,12 @@
-"""Real clients complete from a real model: Vim with llama.vim, the openai package, tabby-agent, Continue's adapter.
+"""Real clients complete from a real model: Vim with llama.vim, the openai package, Continue's adapter.
 
-The plugin is taken from the folder LLAMA_VIM (a checkout of ggml-org/llama.vim), and the last two from NODE_CLIENTS,
-where `npm install --ignore-scripts tabby-agent@1.5.0 @continuedev/openai-adapters@1.37.0` was run.
+The plugin is taken from the folder LLAMA_VIM (a checkout of ggml-org/llama.vim), and the last one from NODE_CLIENTS,
+where `npm install --ignore-scripts @continuedev/openai-adapters@1.37.0` was run.
 """
 import asyncio
-import json
 import os
-import queue
 import shutil
 import subprocess
-import threading
 import time
 from pathlib import Path
 
@@ -142,7 +139,7 @@ def test_openai_cancels(openai_client, served):
     assert openai_client.completions.create(**REQUEST).choices[0].text == "urn a + b;"
 
 
-# Tabby and Continue
+# Continue
 
 
 def node_client(file):
@@ -151,45 +148,6 @@ def node_client(file):
         pytest.skip("there is no node")
     return folder("NODE_CLIENTS", f"node_modules/{file}", "run npm install in it, as the top of this file says"
                   ) / "node_modules" / file
-
-
-class Agent:
-    """tabby-agent, which reads a line of JSON for each call and answers with one."""
-
-    def __init__(self, command, env):
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                        stderr=subprocess.DEVNULL, text=True, env=env)
-        self._lines, self._number = queue.Queue(), 0
-        threading.Thread(target=lambda: [self._lines.put(line) for line in self.process.stdout], daemon=True).start()
-
-    def call(self, function, *arguments):
-        self._number += 1
-        self.process.stdin.write(json.dumps([self._number, {"func": function, "args": arguments}]) + "\n")
-        self.process.stdin.flush()
-        while True:
-            number, answer = json.loads(self._lines.get(timeout=60))
-            if number == self._number:
-                return answer
-
-    def close(self):
-        self.process.kill()
-        self.process.wait()
-
-
-def test_tabby_agent_completes(client, tmp_path):
-    agent = Agent(["node", str(node_client("tabby-agent/dist/cli.js"))], os.environ | {"HOME": str(tmp_path)})
-    try:
-        assert agent.call("initialize", {"config": {
-            "server": {"endpoint": str(client.base_url).rstrip("/"), "token": ""},
-            "anonymousUsageTracking": {"disable": True}}}) is True
-        assert agent.call("getStatus") == "ready"
-        typed = BEFORE + "    ret"
-        answer = agent.call("provideCompletions", {
-            "filepath": "/a/add.cpp", "language": "cpp", "text": typed + AFTER, "position": len(typed),
-            "manually": True})
-        assert "urn a + b;" in str(answer), answer
-    finally:
-        agent.close()
 
 
 def test_continues_adapter_streams(client):

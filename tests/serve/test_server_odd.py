@@ -29,8 +29,6 @@ PATHS = {
                         "logprobs": None, "best_of": 1},
     "/v1/fim/completions": {"prompt": SECRET, "suffix": "\n", "max_tokens": 2, "temperature": 0, "stream": True,
                             "random_seed": 4, "stop": "y"}}
-SEGMENTS = {"segments": {"prefix": SECRET, "suffix": "\n", "filepath": "a.cpp", "declarations": [],
-                         "relevant_snippets_from_changed_files": [{"body": "x", "filepath": "y"}]}}
 ODD = [None, True, False, 0, -1, 1, 2**31, -2**63, 2**64, 10**400, 1e308, -0.0, 0.5, "", "nan", "\ud800", "a\udfffb",
        "\0", "é漢🎉", "x" * 5000, " " * 5000, "\n" * 5000, "}" * 300, [], [None], [[]], ["a"] * 40, [1, 2, 3], {},
        {"a": {}}, [{"text": "\ud83d"}], {"prefix": None}, "<|fim_middle|><|bos|>", SECRET * 100]
@@ -58,13 +56,9 @@ def send_odd(client, generator):
     path = generator.choice(list(PATHS))
     if kind < 0.25:
         return client.post(path, content=generator.choice(RAW), headers=JSON)
-    body = dict(SEGMENTS if path == "/v1/completions" and kind < 0.4 else PATHS[path])
-    for name in generator.sample(sorted(body), min(len(body), generator.randrange(1, 3))):
-        target = body
-        if name == "segments":
-            body[name] = target = dict(body[name])
-            name = generator.choice(sorted(target))
-        target[name] = generator.choice(ODD)
+    body = dict(PATHS[path])
+    for name in generator.sample(sorted(body), generator.randrange(1, 3)):
+        body[name] = generator.choice(ODD)
     body.update({"n": 1} if body.get("n") == 8 else {})
     return client.post(path, content=json.dumps(body).encode(), headers=JSON)
 
