@@ -14,7 +14,6 @@ from pydantic_core import PydanticCustomError
 from nanochat.infer.sample import Sampling
 from nanochat.serve.completer import Options
 
-EDITOR_TOKENS = 64  # for clients that name no number
 SAMPLING_TEMPERATURE = 0.8  # for several completions without a temperature: at 0 they would be equal
 
 
@@ -220,31 +219,3 @@ def usage(completion):
     prompt_tokens = completion.timings.prompt_tokens
     return {"prompt_tokens": prompt_tokens, "completion_tokens": completion.num_tokens,
             "total_tokens": prompt_tokens + completion.num_tokens}
-
-
-# Codestral's /v1/fim/completions: Continue, minuet
-
-
-class FimBody(RequestBody):
-    prompt: Text = ""
-    suffix: Text = ""
-    max_tokens: int = Field(EDITOR_TOKENS, ge=0)
-    max_completion_tokens: int | None = Field(None, ge=0)
-    temperature: Temperature | None = None
-    top_p: Probability = 1.0
-    stop: Stop = []
-    stream: bool = False
-    seed: Seed | None = Field(None, validation_alias="random_seed")
-
-    def options(self, most_tokens):
-        max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        return make_options(min(max_tokens, most_tokens), 1, self.temperature, self.seed, self.top_p, stop=self.stop)
-
-
-def fim_chunk(index, text, reason=None):
-    return {"index": index, "delta": {"role": "assistant", "content": text},
-            "finish_reason": FINISH_REASONS.get(reason)}
-
-
-def fim_choice(index, text, reason):
-    return {"index": index, "message": {"role": "assistant", "content": text}, "finish_reason": FINISH_REASONS[reason]}

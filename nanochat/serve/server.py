@@ -1,10 +1,9 @@
-"""The completion server: three protocols of editors, above one function and one model.
+"""The completion server: two protocols of editors, above one function and one model.
 
 | path                    | whose protocol | clients                                             |
 |-------------------------|----------------|-----------------------------------------------------|
 | `/infill`               | llama.cpp's    | llama.vim, llama.vscode, scripts.lsp, the page at / |
-| `/v1/completions`       | OpenAI's       | openai, minuet, Zed                                 |
-| `/v1/fim/completions`   | Codestral's    | Continue, minuet                                    |
+| `/v1/completions`       | OpenAI's       | openai, Zed, Continue, minuet                       |
 
 It logs and keeps no text of a user, except the tokens of the last prompt, which the engine holds until another client
 asks.
@@ -122,26 +121,6 @@ class Server:
                    for i in range(body.n)]
         return JSONResponse(answer | {"usage": protocols.usage(completion), "choices": choices})
 
-    # --- Codestral
-
-    async def fim(self, request: Request):
-        body = await read_body(request, protocols.FimBody, self.body_timeout_s)
-        events = self.events(request, body.prompt, body.suffix, [], body.options(self.max_tokens), client="fim")
-        answer = protocols.new_answer("chat.completion.chunk" if body.stream else "chat.completion", self.name)
-
-        def chunk(i, text):
-            return answer | {"choices": [protocols.fim_chunk(i, text)]}
-
-        def last(completion):
-            chunk = protocols.fim_chunk(0, "", completion.reasons[0])
-            return [answer | {"usage": protocols.usage(completion), "choices": [chunk]}]
-
-        if body.stream:
-            return await stream(events, chunk, last)
-        completion = await finished(events)
-        choice = protocols.fim_choice(0, completion.texts[0], completion.reasons[0])
-        return JSONResponse(answer | {"usage": protocols.usage(completion), "choices": [choice]})
-
     # --- without the model
 
     async def models(self):
@@ -173,7 +152,6 @@ def make_app(server, api_key=None):
         app.api_route(path, methods=["GET", "HEAD"])(handler)
     app.post("/infill")(server.infill)
     app.post("/v1/completions")(server.completions)
-    app.post("/v1/fim/completions")(server.fim)
     app.add_exception_handler(Refused, answer_refused)
     app.add_exception_handler(HTTPException, answer_http_error)
     app.add_exception_handler(Exception, answer_failure)

@@ -51,7 +51,7 @@ def test_a_page_of_another_site_cannot_use_the_server(client, served, headers):
                                           "multipart/form-data; boundary=x", "text/plain; application/json"])
 def test_what_a_form_can_send_is_refused_even_without_a_browsers_headers(client, content_type):
     headers = {"Content-Type": content_type} if content_type else {}
-    for path in ("/infill", "/v1/completions", "/v1/fim/completions"):
+    for path in ("/infill", "/v1/completions"):
         assert "application/json" in refusal(client.post(path, content=json.dumps(VIM), headers=headers), 415)
 
 

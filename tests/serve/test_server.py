@@ -92,12 +92,10 @@ def test_a_warm_up_reads_the_prompt_and_answers_nothing(client):
 
 def text_of(answer):
     [choice] = answer.get("choices", [answer])
-    part = choice.get("message") or choice.get("delta") or choice
-    return part.get("content", part.get("text"))
+    return choice.get("content", choice.get("text"))
 
 
-@pytest.mark.parametrize("path, name", [("/infill", "n_predict"), ("/v1/completions", "max_tokens"),
-                                        ("/v1/fim/completions", "max_tokens")])
+@pytest.mark.parametrize("path, name", [("/infill", "n_predict"), ("/v1/completions", "max_tokens")])
 def test_no_tokens_are_no_text_whole_and_streamed(client, path, name):
     body = {"prompt": BEFORE, name: 0, "temperature": 0}
     assert text_of(post(client, path, **body)) == ""
@@ -105,7 +103,7 @@ def test_no_tokens_are_no_text_whole_and_streamed(client, path, name):
     assert text_of(post(client, path, **body | {name: 3})) != ""
 
 
-@pytest.mark.parametrize("path", ["/infill", "/v1/completions", "/v1/fim/completions"])
+@pytest.mark.parametrize("path", ["/infill", "/v1/completions"])
 def test_what_would_change_the_text_is_refused_unless_it_asks_for_nothing(client, path):
     for name, value, nothing in [("logit_bias", {"5": -100}, {}), ("presence_penalty", 0.5, 0.0),
                                  ("frequency_penalty", -1, 0)]:
@@ -239,14 +237,6 @@ def test_names_of_tokens_inside_a_text_stay_text():
         assert split_gap(text) is None
     body = CompletionBody(prompt=f"{prefix}a{suffix}b{middle}", suffix="c")
     assert (body.prompt, body.suffix) == ([f"{prefix}a{suffix}b{middle}"], "c")
-
-
-def test_codestrals_answer_and_stream(client):
-    body = {"model": "codestral", "prompt": BEFORE + LINE, "suffix": AFTER, "max_tokens": 4096, "temperature": 0.0}
-    assert post(client, "/v1/fim/completions", **body)["choices"][0]["message"]["content"] == REST
-    chunks = events_of(client, "/v1/fim/completions", **body, stream=True)
-    assert all(chunk["choices"] for chunk in chunks)
-    assert "".join(chunk["choices"][0]["delta"]["content"] for chunk in chunks) == REST
 
 
 def test_models_health_metrics_and_the_page(client):

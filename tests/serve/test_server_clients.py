@@ -150,17 +150,19 @@ def node_client(file):
                   ) / "node_modules" / file
 
 
-def test_continues_adapter_streams(client):
+def test_continues_openai_provider_streams_its_own_prompt_of_a_gap(client):
     adapters = node_client("@continuedev/openai-adapters/dist/index.js")
     program = """
-const [adapters, apiBase, prompt, suffix] = process.argv.slice(1);
+const [adapters, apiBase, prompt] = process.argv.slice(1);
 const {constructLlmApi} = await import(adapters);
-const api = constructLlmApi({provider: "mistral", apiKey: "none", apiBase});
-const body = {model: "tiny", prompt, suffix, max_tokens: 2048, temperature: 0.01};
+const api = constructLlmApi({provider: "openai", apiKey: "none", apiBase});
+const body = {model: "nanochat", prompt, max_tokens: 2048, temperature: 0.01, stream: true, stop: ["<fim_prefix>",
+              "<fim_suffix>", "<fim_middle>", "<file_sep>", "<|endoftext|>", "</fim_middle>", "</code>", "/src/"]};
 let text = "";
-for await (const chunk of api.fimStream(body, new AbortController().signal)) text += chunk.choices[0].delta.content;
+for await (const chunk of api.completionStream(body, new AbortController().signal)) text += chunk.choices[0].text;
 console.log(text);
 """
+    prompt = f"<fim_prefix>\n// add.cpp\n{BEFORE}    ret<fim_suffix>{AFTER}<fim_middle>"
     done = subprocess.run(["node", "--input-type=module", "-e", program, str(adapters), f"{client.base_url}/v1/",
-                           BEFORE + "    ret", AFTER], capture_output=True, text=True, timeout=60)
+                           prompt], capture_output=True, text=True, timeout=60)
     assert done.stdout == "urn a + b;\n", done.stderr

@@ -26,9 +26,7 @@ PATHS = {
     "/infill": VIM | {"input_prefix": SECRET + "\n", "n_predict": 2},
     "/v1/completions": {"prompt": SECRET, "suffix": "\n", "max_tokens": 2, "temperature": 0.5, "top_p": 0.9, "n": 1,
                         "stop": ["x"], "seed": 1, "echo": True, "stream": False, "stream_options": {}, "user": "me",
-                        "logprobs": None, "best_of": 1},
-    "/v1/fim/completions": {"prompt": SECRET, "suffix": "\n", "max_tokens": 2, "temperature": 0, "stream": True,
-                            "random_seed": 4, "stop": "y"}}
+                        "logprobs": None, "best_of": 1}}
 ODD = [None, True, False, 0, -1, 1, 2**31, -2**63, 2**64, 10**400, 1e308, -0.0, 0.5, "", "nan", "\ud800", "a\udfffb",
        "\0", "é漢🎉", "x" * 5000, " " * 5000, "\n" * 5000, "}" * 300, [], [None], [[]], ["a"] * 40, [1, 2, 3], {},
        {"a": {}}, [{"text": "\ud83d"}], {"prefix": None}, "<|fim_middle|><|bos|>", SECRET * 100]
