@@ -12,12 +12,10 @@ import asyncio
 import json
 import logging
 import math
-import time
 from importlib.resources import files
 
 from fastapi import Depends, FastAPI, Request
-from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
@@ -27,7 +25,6 @@ from nanochat.serve.model_thread import ModelThread
 
 MAX_BODY_BYTES = 1 << 20  # a model reads some 10 kB of text at most
 BODY_TIMEOUT_S = 10
-BUCKETS_S = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6)
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +41,6 @@ class Server:
         self.timeout_s = timeout_s
         self.body_timeout_s = body_timeout_s
         self.thread = ModelThread()
-        self.counters = Counters(self.thread.num_waiting)
 
     def events(self, request, prefix, suffix, extra, options, client=None):
         """Returns the Job.events of a completion, whose last one is a Completion. Raises Refused."""
@@ -52,8 +48,7 @@ class Server:
 
         def work(job):
             completion = self.completer.complete(prefix, suffix, extra, options, job.on_text, job.keep_going, program)
-            # Here, because most completions of editors are aborted, and those count, too.
-            self.counters.count(completion)
+            # Here, because most completions of editors are aborted, and those are logged, too.
             timings = completion.timings
             log.info("%s: %d tokens of prompt, %d of them read in %.0f ms; %d generated of at most %d in %.0f ms",
                      request.url.path, timings.prompt_tokens, timings.read_tokens, timings.prompt_ms,
@@ -130,9 +125,6 @@ class Server:
     async def health(self):
         return {"status": "ok"}
 
-    async def show_metrics(self):
-        return Response(generate_latest(self.counters.registry), media_type=CONTENT_TYPE_LATEST)
-
     async def page(self):
         return HTMLResponse(files("nanochat.serve").joinpath("page.html").read_text(encoding="utf-8"), headers={
             "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
@@ -146,9 +138,7 @@ def make_app(server, api_key=None):
 
     # openapi_url: its documentation loads scripts of another site.
     app = FastAPI(openapi_url=None, dependencies=[Depends(check)])
-    app.add_middleware(CountRequests, counters=server.counters)
-    for path, handler in {"/": server.page, "/health": server.health, "/metrics": server.show_metrics,
-                          "/v1/models": server.models}.items():
+    for path, handler in {"/": server.page, "/health": server.health, "/v1/models": server.models}.items():
         app.api_route(path, methods=["GET", "HEAD"])(handler)
     app.post("/infill")(server.infill)
     app.post("/v1/completions")(server.completions)
@@ -156,61 +146,6 @@ def make_app(server, api_key=None):
     app.add_exception_handler(HTTPException, answer_http_error)
     app.add_exception_handler(Exception, answer_failure)
     return app
-
-
-class Counters:
-    """What /metrics reports, in Prometheus's format."""
-
-    def __init__(self, num_waiting):
-        """num_waiting(): the number of requests that wait for the model."""
-        registry = CollectorRegistry()
-        self.registry = registry
-        self.requests = Counter("nanochat_requests", "Requests", ["path", "status"], registry=registry)
-        self.seconds = Histogram("nanochat_request_seconds", "Seconds until the end of a request's answer",
-                                 ["path"], buckets=BUCKETS_S, registry=registry)
-        self._prompt = Counter("nanochat_prompt_tokens", "Tokens of prompts, read or known from the request before",
-                               ["how"], registry=registry)
-        self._generated = Counter("nanochat_generated_tokens", "Tokens generated", registry=registry)
-        self._drafted = Counter("nanochat_drafted_tokens", "Tokens drafted from the prompt", ["accepted"],
-                                registry=registry)
-        waiting = Gauge("nanochat_waiting_requests", "Requests that wait for the model", registry=registry)
-        waiting.set_function(num_waiting)
-
-    def count(self, completion):
-        timings = completion.timings
-        self._prompt.labels("read").inc(timings.read_tokens)
-        self._prompt.labels("known").inc(max(timings.prompt_tokens - timings.read_tokens, 0))
-        self._generated.inc(completion.num_tokens)
-        self._drafted.labels("yes").inc(timings.accepted_tokens)
-        self._drafted.labels("no").inc(max(timings.drafted_tokens - timings.accepted_tokens, 0))
-
-
-class CountRequests:
-    """ASGI middleware that counts the answers of each path, by status."""
-
-    def __init__(self, app, counters):
-        self.app = app
-        self.counters = counters
-
-    async def __call__(self, scope, receive, send):
-        if scope["type"] != "http":
-            return await self.app(scope, receive, send)
-        start = time.monotonic()
-        statuses = []
-
-        async def note_status(message):
-            if message["type"] == "http.response.start":
-                statuses.append(message["status"])
-            await send(message)
-
-        try:
-            await self.app(scope, receive, note_status)
-        finally:
-            # The application has found the route by now. Unknown paths share one label, so that a client cannot create
-            # labels without end.
-            path = scope["route"].path if "route" in scope else "other"
-            self.counters.requests.labels(path, statuses[0] if statuses else "none").inc()
-            self.counters.seconds.labels(path).observe(time.monotonic() - start)
 
 
 # Requests and answers

@@ -25,9 +25,6 @@ VIM = {  # as llama.vim sends it
                         "tokens_cached"]}
 
 
-GENERATED = re.compile(r"^nanochat_generated_tokens_total (\S+)", re.MULTILINE)
-
-
 def post(client, path, status=200, **body):
     answer = client.post(path, json=body)
     assert answer.status_code == status, answer.text
@@ -239,14 +236,9 @@ def test_names_of_tokens_inside_a_text_stay_text():
     assert (body.prompt, body.suffix) == ([f"{prefix}a{suffix}b{middle}"], "c")
 
 
-def test_models_health_metrics_and_the_page(client):
+def test_models_health_and_the_page(client):
     assert client.get("/v1/models").json()["data"][0]["id"] == "tiny"
     assert client.get("/health").json() == {"status": "ok"}
-    before = float(GENERATED.search(client.get("/metrics").text)[1])
-    post(client, "/infill", **VIM)
-    text = client.get("/metrics").text
-    assert float(GENERATED.search(text)[1]) > before
-    assert 'nanochat_requests_total{path="/infill",status="200"}' in text
     page = client.get("/").text
     assert "<textarea" in page and not re.findall(r"(?:src|href)=\"(?!data:)|https?://", page)
 
@@ -282,8 +274,6 @@ def test_a_client_that_hangs_up_frees_the_model(slow, stream):
     asked = slow.asked
     wait_until(job.future.done)
     assert slow.asked - asked <= 2 and slow.asked < 47
-    metrics = client.get("/metrics").text  # an aborted completion counts
-    assert float(GENERATED.search(metrics)[1]) > 0 and 'nanochat_prompt_tokens_total{how="read"} 0.0' not in metrics
     assert client.get("/health").status_code == 200
 
 
@@ -296,7 +286,6 @@ def test_a_newer_request_of_the_same_editor_replaces_the_one_that_waits(slow):
     wait_until(lambda: server.thread.num_waiting() == 1)
     other = in_thread(client, "/infill", VIM | {"id_slot": 1}, answers, "other")
     wait_until(lambda: server.thread.num_waiting() == 2)
-    assert "nanochat_waiting_requests 2.0" in client.get("/metrics").text
     new = in_thread(client, "/infill", VIM, answers, "new")
     old.join(30)
     assert "newer request" in answers["old"].json()["error"]["message"] and answers["old"].status_code == 499

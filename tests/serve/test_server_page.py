@@ -160,5 +160,4 @@ def test_a_page_of_another_site_makes_the_model_do_nothing(browser, completer, o
         assert sorted(browser.value("answered.join()").split(",")) == ["failed", "failed", "opaque", "opaque"]
         browser.value(f"document.forms[0].action = '{client.base_url}/infill'; document.forms[0].submit()")
         browser.wait_for("document.body.innerText.includes('may not use this server')")
-        assert not server.thread._jobs and 'path="/infill",status="200"' not in client.get("/metrics").text
-        assert 'nanochat_requests_total{path="/infill",status="403"} 4.0' in client.get("/metrics").text
+        assert not server.thread._jobs
