@@ -125,7 +125,6 @@ class Sample:
         found = [self.text.find(string) for string in self._stop if string in self.text]
         if found:
             self.text = self.text[:min(found)]
-            self._decoder.reset()
             self.end("stop")
         elif self.num_tokens == self._max_tokens:
             self.end("length")
@@ -137,10 +136,9 @@ class Sample:
             self.log_prob += log_prob
 
     def end(self, reason):
-        """Ends the sample, unless it has ended."""
+        """Ends the sample, unless it has ended. The first bytes of a character that is not whole are no text."""
         if not self.ended:
             self.reason = reason
-            self.text += self._decoder.decode(b"", final=True)
             self._show_up_to(len(self.text))
 
     def _len_of_possible_stop(self):

@@ -240,11 +240,20 @@ def test_the_next_document_ends_a_sample():
     assert (sample.text, sample.num_tokens, sample.reason) == ("hi", 3, "end")
 
 
-def test_half_a_character_at_the_end_becomes_a_replacement_character():
-    sample = Sample(BYTES, [], 1000, lambda text: None)
-    sample.add("²".encode()[0])
-    sample.end("length")
-    assert sample.text == "\ufffd"
+@pytest.mark.parametrize("text", ["// 这是中文", "// 😀 🚀", "// ошибка", "// שלום"])
+@pytest.mark.parametrize("stop", [[], ["x", "\n}\n"]])
+def test_no_end_leaves_half_a_character(text, stop):
+    """A limit of tokens, the caller, or the model itself ends the text, anywhere."""
+    data = text.encode()
+    for number in range(1, len(data) + 1):
+        expected = data[:number].decode(errors="ignore")
+        for reason, limit in (("length", number), ("stopped", 1000), ("end", 1000)):
+            pieces = []
+            sample = Sample(BYTES, stop, limit, pieces.append)
+            for byte in data[:number]:
+                sample.add(byte)
+            sample.end(reason)
+            assert (sample.text, "".join(pieces), sample.reason) == (expected, expected, reason)
 
 
 # scripts/generate.py

@@ -245,7 +245,7 @@ def test_the_tokens_drawn_go_on_with_the_prompt_wherever_it_ends(shipped, quanti
                 texts.append(sample.text)
                 data = shipped.decode_bytes(drawn.pop(sample))
                 repeated = len(data) - len(sample.text.encode())
-                if sample.reason == "length" and "\ufffd" not in sample.text:
+                if sample.reason == "length" and data.decode(errors="ignore").encode() == data:
                     assert data.decode()[repeated:] == sample.text
                     assert prompt.endswith(data[:repeated])
                     num_healed += repeated > 0
