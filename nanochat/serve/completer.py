@@ -61,9 +61,15 @@ class Completer:
             self.windows = {}
             self.last_client = client
         room = self.context - max(options.sampling.max_tokens, 1)
+        newline = newline_at(prefix, suffix or "")
+        shapers = [Shaper(suffix or "", options, partial(on_text, i), newline)
+                   for i in range(options.sampling.num_samples)]
+        prefix = with_lf(prefix)
+        suffix = None if suffix is None else with_lf(suffix)
+        extra = [(path, with_lf(text)) for path, text in extra]
+        sampling = replace(options.sampling, stop=tuple(map(with_lf, options.sampling.stop or ())))
         prompt = gap_prompt(self.engine.tokenizer, prefix, suffix if self.fim else None, room, extra, self.extra_tokens,
                             self.windows)
-        shapers = [Shaper(suffix or "", options, partial(on_text, i)) for i in range(options.sampling.num_samples)]
 
         def add(i, text):
             shapers[i].add(text)
@@ -72,9 +78,9 @@ class Completer:
             return keep_going() and not all(shaper.ended for shaper in shapers)
 
         copy = "", 0
-        if self.copies and suffix is not None and options.sampling.temperature < GREEDY_BELOW:
+        if self.copies and suffix is not None and sampling.temperature < GREEDY_BELOW:
             copy = self._copy(prefix, suffix, extra, options)
-        samples = self.engine.completions(prompt.parts, options.sampling, add, keep_going=goes_on, copy=copy)
+        samples = self.engine.completions(prompt.parts, sampling, add, keep_going=goes_on, copy=copy)
         # The engine says "stopped" for either way to stop it: a text whose shaper has ended is whole, another was cut.
         reasons = []
         for sample, shaper in zip(samples, shapers, strict=True):
@@ -131,23 +137,38 @@ def load_completer(of_model, path, extra_tokens, dist):
 # What an editor can insert
 
 
+def with_lf(text):
+    """Returns `text` with LF at the ends of its lines, as the model and the shaping of its text know them."""
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def newline_at(before, after):
+    """Returns what ends the lines at a cursor between two texts: LF, CRLF or CR."""
+    found = re.findall(r"\r\n|\n|\r", before)[-1:] or re.findall(r"\r\n|\n|\r", after)[:1]
+    return found[0] if found else "\n"
+
+
 @dataclass
 class Shaper:
     """The text of one sample for the editor. It ends with its block, and does not repeat the text after the cursor."""
     suffix: str
     options: Options
     on_text: Callable
+    newline: str = "\n"  # that its text gets for the editor
     text: str = ""
     num_shown: int = 0
     begin: float | None = None  # when the first text came
     ended: bool = False
+
+    def __post_init__(self):
+        self.suffix = with_lf(self.suffix)
 
     def add(self, text):
         """Adds the model's new text, unless the sample has ended."""
         if self.ended:
             return
         self.begin = self.begin or time.monotonic()
-        self.text += text
+        self.text += text.replace("\r", "")
         self._end_at(end_of_block(self.text, self.options.min_indent))
         max_ms = self.options.max_ms
         if not self.ended and max_ms is not None and (time.monotonic() - self.begin) * 1000 > max_ms:
@@ -171,7 +192,7 @@ class Shaper:
         self.ended = True
         self.text = without_repetition(self.text, self.suffix)
         self._show_up_to(len(self.text))
-        return self.text
+        return self._for_editor(self.text)
 
     def _len_unsettled(self):
         """Returns how many characters at the end may yet repeat the suffix, or begin a line that is indented less."""
@@ -183,8 +204,11 @@ class Shaper:
 
     def _show_up_to(self, length):
         if length > self.num_shown:
-            self.on_text(self.text[self.num_shown:length])
+            self.on_text(self._for_editor(self.text[self.num_shown:length]))
             self.num_shown = length
+
+    def _for_editor(self, text):
+        return text.replace("\n", self.newline)
 
 
 def end_of_block(text, min_indent):

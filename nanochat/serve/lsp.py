@@ -92,14 +92,13 @@ def request_at(workspace, document, params):
     prefix = source[:document.offset_at_position(span.start)] + typed
     suffix = source[document.offset_at_position(span.end):]
     others = [{"filename": path, "text": text} for path, text in other_files(workspace, document)]
-    return span, typed, {"input_prefix": prefix[-MAX_SIDE:].replace("\r\n", "\n"),
-                         "input_suffix": suffix[:MAX_SIDE].replace("\r\n", "\n"),
-                         "input_extra": others, "n_predict": MAX_TOKENS, "n_indent": indentation(prefix), "id_slot": 0}
+    return span, typed, {"input_prefix": prefix[-MAX_SIDE:], "input_suffix": suffix[:MAX_SIDE], "input_extra": others,
+                         "n_predict": MAX_TOKENS, "n_indent": indentation(prefix), "id_slot": 0}
 
 
 def indentation(prefix):
     """Returns by how many characters the line at the cursor is indented: a completion does not leave its block."""
-    line = prefix[prefix.rfind("\n") + 1:]
+    line = re.split("[\r\n]", prefix)[-1]
     if not line.strip():
         return 0
     return len(line) - len(line.lstrip(" \t"))

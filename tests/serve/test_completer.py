@@ -67,6 +67,14 @@ def feed(text, suffix, **options):
     return shaper.finish(), num_fed
 
 
+@pytest.mark.parametrize("newline", ["\r\n", "\r", "\n"])
+@pytest.mark.parametrize("min_indent", [0, 4])
+def test_what_stands_after_the_cursor_is_known_by_any_end_of_its_lines(newline, min_indent):
+    suffix = "\n}\n\nint next();\n".replace("\n", newline)
+    assert feed(["turn c;", "\n", "}", "\n\n", "int next();\n"], suffix, min_indent=min_indent)[0] == "turn c;"
+    assert feed(["turn c;", "\r\n", "}", "\r", "\n"], suffix, min_indent=min_indent)[0] == "turn c;"
+
+
 def test_pieces_are_shown_only_once_they_are_sure():
     assert feed("return a;\n}\nint main", "\n}\n\nint main", min_indent=4)[0] == "return a;"
     assert feed("return a;\n    }", "\n}\n") == ("return a;\n    }", 15)

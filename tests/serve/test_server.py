@@ -10,7 +10,7 @@ import pytest
 from nanochat.serve.completer import copied
 from nanochat.serve.model_thread import MAX_WAITING
 from nanochat.serve.protocols import CompletionBody, split_gap
-from tests.serve.conftest import SlowCompleter, serving, wait_until
+from tests.serve.conftest import SOURCE, SlowCompleter, serving, wait_until
 
 BEFORE, LINE, AFTER = "int add(int a, int b) {\n", "    ret", "\n}\n\nint twice(int a) {\n    return add(a, a);\n}\n"
 REST = "urn a + b;"  # what the model has learnt to write there
@@ -140,6 +140,27 @@ def test_llama_vscode_gets_nested_timings_and_several_completions(client):
     assert answer["content"] == REST and answer["timings"]["predicted_ms"] > 0 and answer["stop_type"] == "eos"
     answers = post(client, "/infill", **body | {"n_cmpl": 2, "seed": 3})
     assert [answer["index"] for answer in answers] == [0, 1]
+
+
+@pytest.mark.parametrize("newline", ["\r\n", "\r"])
+def test_a_file_gets_its_own_ends_of_lines(client, newline):
+    """The model reads and writes LF."""
+    def own(text):
+        return text.replace("\n", newline)
+
+    middle = "    return a + b;\n}\n\nint twice(int a) {"
+    before, after = SOURCE.split(middle)
+    texts = []
+    for turned in (str, own):
+        body = {"prompt": turned(before), "suffix": turned(after), "max_tokens": 64, "temperature": 0}
+        texts.append(post(client, "/v1/completions", **body)["choices"][0]["text"])
+        streamed = events_of(client, "/v1/completions", **body, stream=True)
+        assert "".join(chunk["choices"][0]["text"] for chunk in streamed) == texts[-1]
+        vim = VIM | {"input_prefix": turned(before), "prompt": "", "input_suffix": turned(after), "n_indent": 0}
+        assert post(client, "/infill", **vim)["content"] == texts[-1]
+    assert texts[1] == own(texts[0]) != texts[0]
+    stopped = post(client, "/v1/completions", **body, stop=own(";\n}"))["choices"][0]
+    assert (stopped["text"], stopped["finish_reason"]) == ("    return a + b", "stop")
 
 
 def test_infill_streams(client):
