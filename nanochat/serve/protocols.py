@@ -187,7 +187,6 @@ class CompletionBody(RequestBody):
     stream_options: StreamOptions = StreamOptions()
     logprobs: Unheeded = 0
     best_of: Literal[1] = 1
-    user: Text | None = None
 
     @model_validator(mode="after")
     def _read_gap(self):

@@ -42,8 +42,9 @@ class Server:
         self.body_timeout_s = body_timeout_s
         self.thread = ModelThread()
 
-    def events(self, request, prefix, suffix, extra, options, client=None):
-        """Returns the Job.events of a completion, whose last one is a Completion. Raises Refused."""
+    def events(self, request, prefix, suffix, extra, options, slot=None):
+        """Returns the Job.events of a completion, whose last one is a Completion. slot: of the program that asks; its
+        newer request replaces a waiting one of the same slot. Raises Refused."""
         program = request.client and request.client.host, request.headers.get("user-agent")
 
         def work(job):
@@ -55,9 +56,7 @@ class Server:
                      completion.num_tokens, options.sampling.max_tokens, timings.predicted_ms)
             return completion
 
-        if client is not None:
-            # A client is a program on a machine, so two people never replace each other's requests.
-            client = program, client
+        client = None if slot is None else (program, slot)
         return self.thread.start(work, client, self.timeout_s).events(request)
 
     # --- llama.cpp
@@ -67,6 +66,7 @@ class Server:
         options = body.options(self.max_tokens)
         samples = range(options.sampling.num_samples)
         is_warm_up = body.n_predict == 0
+        slot = None if is_warm_up or body.id_slot < 0 else body.id_slot
         if is_warm_up and not (body.input_prefix or body.prompt or self.completer.extra_tokens):
             return JSONResponse({})  # llama.vim's other files, which would only evict what the model has read
 
@@ -77,8 +77,7 @@ class Server:
             return [protocols.infill_answer(completion, i, self.name) | {"content": ""} for i in samples]
 
         events = self.events(request, body.input_prefix + body.prompt, body.input_suffix,
-                             [(file.filename, file.text) for file in body.input_extra], options,
-                             client=None if is_warm_up else f"infill {body.id_slot}")
+                             [(file.filename, file.text) for file in body.input_extra], options, slot)
         if body.stream:
             return await stream(events, chunk, last)
         completion = await finished(events)
@@ -105,7 +104,7 @@ class Server:
                 chunks.append(answer | {"choices": [], "usage": protocols.usage(completion)})
             return chunks
 
-        events = self.events(request, prompt, body.suffix, [], body.options(self.max_tokens), client=body.user)
+        events = self.events(request, prompt, body.suffix, [], body.options(self.max_tokens))
         if body.stream:
             first = []
             if shown:

@@ -298,7 +298,7 @@ def test_a_client_that_hangs_up_frees_the_model(slow, stream):
     assert client.get("/health").status_code == 200
 
 
-def test_a_newer_request_of_the_same_editor_replaces_the_one_that_waits(slow):
+def test_a_newer_request_of_the_same_slot_replaces_the_one_that_waits(slow):
     slow, client, server = slow
     answers = {}
     running = in_thread(client, "/v1/completions", LONG, answers, "running")
@@ -315,6 +315,22 @@ def test_a_newer_request_of_the_same_editor_replaces_the_one_that_waits(slow):
         thread.join(30)
     assert {answers[name].status_code for name in ("running", "new", "other")} == {200}
     assert BEFORE + LINE in slow.prefixes and BEFORE + "    r" not in slow.prefixes
+
+
+def test_requests_in_parallel_without_a_slot_are_all_answered(slow):
+    """A user is a person, who may ask for several texts at the same time."""
+    slow, client, server = slow
+    answers = {}
+    threads = [in_thread(client, "/v1/completions", LONG, answers, "running")]
+    slow.begun.wait(30)
+    infill = {name: value for name, value in VIM.items() if name != "id_slot"}
+    for i, (path, body) in enumerate(2 * [("/v1/completions", LONG | {"user": "team"}), ("/infill", infill)]):
+        threads.append(in_thread(client, path, body, answers, i))
+        wait_until(lambda count=i + 1: server.thread.num_waiting() >= count)
+    slow.go_on.set()
+    for thread in threads:
+        thread.join(60)
+    assert [answer.status_code for answer in answers.values()] == 5 * [200]
 
 
 def test_more_requests_than_may_wait_are_refused(slow):
