@@ -17,7 +17,7 @@ CORE = ["train", "infer", "run", "checkpoint", "kernels", "model", "record", "da
 # What a person may ignore until they need it: a room imports the core and no other room, and the core imports no room.
 ROOMS = ["analysis", "corpus", "export", "judge", "preflight", "puzzles", "serve"]
 SOURCES = sorted(path.relative_to(ROOT) for folder in ("nanochat", "scripts") for path in (ROOT / folder).rglob("*.py"))
-MAX_LINES = 400
+MAX_LINES = 600
 FOR_TRANSFORMERS = "nanochat.export.modeling_nanochat_scaled"  # copied into exports: the program never imports it
 
 
@@ -119,7 +119,7 @@ def test_a_run_prints_by_say_alone_which_escapes_what_a_terminal_would_obey():
     assert core and not [path for path in core if re.search(r"\bprint\(|warnings\.warn|console=print", texts[path])]
 
 
-def test_no_python_file_is_longer_than_400_lines():
+def test_no_python_file_is_longer_than_600_lines():
     lines = {path: len((ROOT / path).read_text().splitlines())
              for path in [*SOURCES, *(path.relative_to(ROOT) for path in (ROOT / "tests").rglob("*.py"))]}
     assert not {path: count for path, count in lines.items() if count > MAX_LINES}
