@@ -14,8 +14,18 @@ me=$0; while [ -L "$me" ]; do l=$(readlink "$me"); case $l in /*) me=$l ;; *) me
 parse "" "$@"
 format='value[separator="|"](name.basename(),name.segment(-3),state,health,acceleratorType,schedulingConfig.spot,'
 format+='networkEndpoints[].accessConfig.externalIp.list(),networkEndpoints[].ipAddress.list())'
+line_form="^[a-z0-9-]+[|][a-z0-9-]+[|](UNKNOWN|$STATES)[|][A-Z_]*[|][a-z0-9]+-[0-9]+[|](True|False)?[|]"
+line_form+="$IPS_FORM[|]$IPS_FORM$"
+# listed ZONE sets TPU_OUT to the VMs there. It returns 1 if gcloud refuses, or if one line of its answer is no VM.
+listed() {
+  local line
+  tpu "$1" list --format="$format" || return 1
+  while IFS= read -r line; do
+    [ -z "$line" ] || [[ $line =~ $line_form ]] || { TPU_ERR="ERROR: $(unreadable)"; return 1; }
+  done <<<"$TPU_OUT"
+}
 status=0 total=0 unknown=""
-if tpu - list --format="$format"; then found=$TPU_OUT; else
+if listed -; then found=$TPU_OUT; else
   found=""
   reason=$(why)
   say "not all zones were looked at: $(complaint)"
@@ -23,7 +33,7 @@ if tpu - list --format="$format"; then found=$TPU_OUT; else
   if [ "$reason" = permanent ]; then
     status=2
     for zone in $(printf %s "$ZONES" | tr , ' '); do
-      if tpu "$zone" list --format="$format"; then
+      if listed "$zone"; then
         found+=$TPU_OUT$'\n'
         say "$zone was looked at"
         status=4

@@ -7,6 +7,7 @@ from deploy.lib.calls import end_orphan
 GONE = ("PREEMPTED", "TERMINATED", "STOPPED")  # states in which nobody can reach the VM's disk any more
 DELETE_S = 60  # the last of the budget, which nothing but the deletion may use
 DELETION_S = 600  # for a deletion to end
+MIRROR_BEHIND_S = 600  # a mirror that is behind for longer is reported
 LOOK_S = 150  # per zone: gcloud itself gives up after two minutes without an answer
 
 
@@ -72,6 +73,7 @@ class Actions:
             return None
         self.known.run, self.known.checkpoint = fields.get("run", ""), fields.get("checkpoint", "")
         self.known.mirrored = fields.get("mirrored", "")
+        self.known.mirror_fails = bool(fields.get("mirror_error")) and is_behind(fields)
         self.known.checkpoint_bytes = number(fields.get("checkpoint_bytes"))
         self.save()
         return fields
@@ -89,8 +91,10 @@ class Actions:
                           f"{self.reserve_s():.0f} s of the budget are reserved for its end")
 
     def reserve_s(self):
-        """Returns how much of the budget is reserved to stop the run, fetch its newest checkpoint and delete the VM."""
-        return self.settings.margin_s + self.known.transfer_s()
+        """Returns how much of the budget is reserved to stop the run, fetch its newest checkpoint and delete the VM.
+        A run whose mirror takes its checkpoints needs no copy here."""
+        is_copied_here = not self.settings.has_mirror or self.known.mirror_fails
+        return self.settings.margin_s + (self.known.transfer_s() if is_copied_here else 0)
 
     def is_home(self):
         """Returns whether the newest checkpoint was fetched to this machine."""
@@ -193,3 +197,8 @@ class Actions:
 def number(text):
     """Returns the whole number that a text is, or 0."""
     return int(text) if re.fullmatch("[0-9]+", text or "") else 0
+
+
+def is_behind(fields):
+    """Returns whether the mirror is behind for long, by the answer of `probe`."""
+    return number(fields.get("mirror_behind_s")) >= MIRROR_BEHIND_S

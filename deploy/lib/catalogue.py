@@ -8,6 +8,7 @@ from nanochat.device import tpu
 
 PRICE_API = "https://cloudbilling.googleapis.com/v1"
 COMPUTE_ENGINE = "6F81-5844-456A"  # the service in whose price list v5e and v6e are (cloud.google.com/skus)
+MOST_USD = 100  # an hour of a chip: none has cost a tenth of that
 # How the list describes a chip, as SkyPilot reads it (sky/catalog/data_fetchers/fetch_gcp.py).
 DESCRIPTIONS = {"v5litepod": "TpuV5e", "v6e": "TpuV6e", "v5p": "TpuV5p"}
 
@@ -37,7 +38,9 @@ def fetch_prices(prefix, spot, key, api=PRICE_API, limit_s=60):
             if sku["category"]["usageType"] not in ("OnDemand", "Preemptible") or "eserv" in text:
                 continue  # a commitment for a year, or a reservation
             rate = sku["pricingInfo"][0]["pricingExpression"]["tieredRates"][-1]["unitPrice"]
-            usd = int(rate.get("units") or 0) + rate.get("nanos", 0) / 1e9
+            usd = int(rate.get("units") or 0) + int(rate.get("nanos", 0)) / 1e9
+            if not 0 < usd < MOST_USD:
+                raise ValueError(f"{usd:g} USD an hour is no price of a chip")
             for region in sku["serviceRegions"]:
                 found[region] = max(usd, found.get(region, 0))
         page = answer.get("nextPageToken", "")
@@ -57,7 +60,7 @@ def hourly_prices(settings, say):
             listed = fetch_prices(settings.type.partition("-")[0], settings.spot, settings.price_api_key,
                                   settings.price_api or PRICE_API)
             say(f"prices are from Google's list: {len(listed)} regions")
-        except (OSError, ValueError, KeyError, IndexError, subprocess.SubprocessError) as error:
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, subprocess.SubprocessError) as error:
             say(f"Google's price list gave no answer, so the table of prices counts: {error}")
     found = {}
     for zone in settings.zones:

@@ -67,6 +67,13 @@ change() { # change VERB: deletes, starts or stops the VM that was looked up
   say "+ gcloud compute tpus tpu-vm $1 $NAME --zone=$VM_ZONE"
   [ -n "$DRY_RUN" ] || tpu "$VM_ZONE" "$1" "$NAME"
 }
+# What gcloud prints of a VM has this form. Anything else, such as the page of a proxy, says nothing about the VM.
+STATES="CREATING|READY|RESTARTING|REIMAGING|DELETING|REPAIRING|STOPPED|STOPPING|STARTING|PREEMPTED|TERMINATED"
+STATES="$STATES|HIDING|HIDDEN|UNHIDING"
+IPS_FORM="[0-9a-fA-FNone:.,]*"
+VM_FORM="^($STATES)[|][A-Z_]*[|][0-9]+[|][0-9TZ:.-]*[|][a-z0-9]+-[0-9]+[|]$IPS_FORM[|]$IPS_FORM[|](True|False)?$"
+# unreadable says in one line what gcloud printed instead.
+unreadable() { echo "gcloud's answer is none: $(printf '%s' "$TPU_OUT" | LC_ALL=C tr -c ' -~' ' ' | cut -c 1-80)"; }
 # lookup NAME sets VM_STATE to the state that the API reports, to absent (NOT_FOUND in every zone), or to unknown
 # (VM_ERROR says why; VM_PERMANENT is 1 if no waiting mends that), and the other VM_ variables if the VM exists.
 lookup() {
@@ -77,6 +84,7 @@ lookup() {
   VM_PERMANENT=""
   for zone in $(printf %s "$ZONES" | tr , ' '); do
     if tpu "$zone" describe "$1" --format="$format"; then
+      [[ $TPU_OUT =~ $VM_FORM ]] || { VM_STATE=unknown VM_ERROR="$zone: $(unreadable)"; continue; }
       IFS='|' read -r VM_STATE VM_HEALTH VM_ID VM_CREATED VM_TYPE external internal VM_SPOT \
         < <(printf '%s\n' "$TPU_OUT")
       VM_ZONE=$zone VM_IPS=$external VM_ERROR="" VM_PERMANENT=""

@@ -125,6 +125,7 @@ class Known:
     checkpoint: str = ""  # the newest whole one on the VM's disk
     checkpoint_bytes: int = 0
     mirrored: str = ""  # the newest one that the mirror has
+    mirror_fails: bool = False  # for so long that nobody should wait for it
     fetched: str = ""  # the newest one that was fetched to this machine
     bytes_per_s: float = 0  # from the VM to this machine, as measured; 0: not yet
 

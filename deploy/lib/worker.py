@@ -2,12 +2,11 @@
 import math
 import random
 
-from deploy.lib.actions import GONE, LOOK_S, number
+from deploy.lib.actions import GONE, LOOK_S, is_behind, number
 
 # Seconds that a script may take; the budget's keeper ends it earlier if the money is spent.
 LIMIT_S = {"setup": 1800, "push": 1800, "data": 7200}
 CREATE_S = 1200  # per zone
-MIRROR_BEHIND_S = 600  # a mirror that is behind for longer is reported
 
 
 class End(Exception):
@@ -234,9 +233,8 @@ class Worker:
 
     def watch_mirror(self, seen):
         """Reports a mirror that is behind: until it has caught up, the newest checkpoint is on the VM's disk alone."""
-        behind_s, error = number(seen.get("mirror_behind_s")), seen.get("mirror_error", "")
-        text = ""
-        if self.known.checkpoint and (error or behind_s >= MIRROR_BEHIND_S):
+        error, text = seen.get("mirror_error", ""), ""
+        if self.known.checkpoint and (error or is_behind(seen)):
             text = (f"the mirror is behind: it has {self.known.mirrored or 'no checkpoint'}, the VM's disk alone has "
                     f"{self.known.checkpoint}{error and f' ({error})'}")
         self.journal.note_change("mirror", text)

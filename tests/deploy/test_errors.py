@@ -169,3 +169,34 @@ def test_a_price_of_nothing_is_kept_by_every_awk(laptop, awk):
             for price in ((), ("--usd_per_hour=0",), ("--usd_per_hour=2.5",))}
     assert said == {(): ["4.32", "18.78"], ("--usd_per_hour=0",): ["0", "1.50"],
                     ("--usd_per_hour=2.5",): ["2.5", "11.50"]}
+
+
+PAGE = '<html><title>Login</title>\n<meta http-equiv="refresh" content="0;url=https://a.b"></html>'
+READY = "READY|HEALTHY|1001|2026-11-28T10:00:00.123Z|v5litepod-8|192.0.2.1|10.0.0.2|True"
+
+
+@pytest.mark.parametrize("answer", [
+    PAGE, "", "0", "state: READY", "UNKNOWN" + READY[5:], "ready" + READY[5:], READY + "|more", READY + "\n" + READY,
+    READY.replace("1001", "1001;reboot"), READY.replace("192.0.2.1", "-oProxyCommand=x"), READY[:20], "null", "{}",
+    READY.replace("READY", "Deleted", 1), "Permission denied",
+])
+def test_an_answer_of_gcloud_that_is_no_description_says_nothing_about_the_vm(laptop, answer):
+    (laptop.root / "answer").write_text(answer + "\n")
+    (laptop.home / "bin/gcloud").write_text(f"#!/bin/sh\necho \"$*\" >>{laptop.root}/calls\ncat {laptop.root}/answer\n")
+    (laptop.home / "bin/gcloud").chmod(0o755)
+    flags = ["nano", "--zones=us-west4-a", "--project=p"]
+    output = laptop.run("create.sh", *flags, status=4)
+    assert "cannot tell whether nano exists: us-west4-a: gcloud's answer is none" in output
+    looked = laptop.run("lib/look.sh", *flags, "--what=vm")
+    assert "state=unknown\n" in looked and "permanent=\n" in looked
+    laptop.run("stop.sh", *flags, status=4)
+    assert " create " not in (laptop.root / "calls").read_text()
+    if answer and "|" not in answer:
+        assert "gcloud's answer is none" in laptop.run("list.sh", status=4)
+
+
+def test_a_whole_description_of_a_vm_is_read(laptop):
+    (laptop.home / "bin/gcloud").write_text(f"#!/bin/sh\necho '{READY}'\n")
+    (laptop.home / "bin/gcloud").chmod(0o755)
+    looked = laptop.run("lib/look.sh", "nano", "--zones=us-west4-a", "--project=p", "--what=vm")
+    assert "state=READY\n" in looked and "ips=192.0.2.1\n" in looked

@@ -83,6 +83,17 @@ def test_the_reserve_follows_from_the_size_of_the_checkpoint_and_the_measured_ra
     assert dict(limits)["fetch"] > 1.25 * 1000 and dict(limits)["stop_run"] > 300
 
 
+def test_the_reserve_has_no_copy_home_of_what_the_mirror_takes(world):
+    """Else a run of a large model with a budget of hours would end at its first checkpoint."""
+    world.settings = replace(world.settings, flags=("--run=d16", "--checkpoint_mirror=gs://b/x"))
+    world.run |= {"checkpoint_bytes": "84000000000", "mirrored": "", "mirror_behind_s": "900"}
+    polls(worker := world.worker(), 1)
+    assert worker.actions.reserve_s() == 600
+    world.run["mirror_error"] = "403 the account may not write"
+    polls(worker, 1)
+    assert worker.actions.reserve_s() > 600 + 84000
+
+
 def test_a_fetch_that_fails_is_repeated_until_the_last_of_the_budget_and_the_loss_is_said(world, keeper):
     world.run["mirrored"] = ""
     world.fails["fetch"] = 1

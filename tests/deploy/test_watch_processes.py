@@ -177,6 +177,19 @@ def test_googles_price_list_counts_where_there_is_a_key_and_the_table_where_it_g
     assert catalogue.hourly_prices(replace(settings, usd_per_hour=0.0), said.append)["us-east5-a"] == 0
 
 
+@pytest.mark.parametrize("answer", [
+    {"skus": "none"}, {"skus": [7]}, [], {"error": {"code": 403}, "skus": None},
+    {"skus": [sku("TpuV6e Spot", 1e9, ["us-east5"])]}, {"skus": [sku("TpuV6e Spot", 0, ["us-east5"])]},
+])
+def test_a_price_list_of_another_form_is_as_none(tmp_path, answer):
+    server, said = Server(lambda path: answer), []
+    settings = replace(World(tmp_path).settings, zones=("us-east5-a",), usd_per_hour=None, price_api_key="k3y",
+                       price_api=server.url)
+    assert catalogue.hourly_prices(settings, said.append)["us-east5-a"] == pytest.approx(4.32)
+    assert "the table of prices counts" in said[-1]
+    server.close()
+
+
 def test_a_zone_that_the_table_does_not_know_counts_at_the_dearest_price_and_that_is_said(tmp_path):
     settings = replace(World(tmp_path).settings, zones=("us-a", "us-west1-c"), usd_per_hour=None)
     said = []

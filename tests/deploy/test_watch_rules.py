@@ -3,8 +3,9 @@ from dataclasses import replace
 
 import pytest
 
+from deploy.lib.actions import MIRROR_BEHIND_S
 from deploy.lib.state import Known
-from deploy.lib.worker import MIRROR_BEHIND_S, End
+from deploy.lib.worker import End
 from tests.deploy.made_up import READY, World, polls
 
 
