@@ -22,7 +22,7 @@
 me=$0; while [ -L "$me" ]; do l=$(readlink "$me"); case $l in /*) me=$l ;; *) me=$(dirname "$me")/$l ;; esac; done
 . "$(dirname "$me")/lib/common.sh" || exit 2
 ROUNDS=3 BACKOFF_S=60 WAIT_S=900
-parse "ROUNDS= BACKOFF_S=" "$@"
+parse "ROUNDS BACKOFF_S" "$@"
 NAME=${ARGS[0]:-$NAME}
 [ -n "$NAME" ] || die 2 "the VM has no name: create.sh NAME, or set NAME in deploy/config.env"
 facts "$TYPE"

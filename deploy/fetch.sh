@@ -14,7 +14,7 @@
 me=$0; while [ -L "$me" ]; do l=$(readlink "$me"); case $l in /*) me=$l ;; *) me=$(dirname "$me")/$l ;; esac; done
 . "$(dirname "$me")/lib/common.sh" || exit 2
 TO=$ROOT/checkpoints ALL="" NO_CHECKPOINTS="" WORKER=0 VM_IPS="" VM_ID=""
-parse "TO= ALL NO_CHECKPOINTS VM_IPS= VM_ID=" "$@"
+parse "TO ALL NO_CHECKPOINTS VM_IPS VM_ID" "$@"
 RUN=${ARGS[1]:-}
 if [ -n "$VM_IPS" ]; then aim; else resolve ${ARGS[0]:+"${ARGS[0]}"}; fi
 run_on_vm() { retry vm 0 'current'; }

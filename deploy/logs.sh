@@ -8,7 +8,7 @@
 me=$0; while [ -L "$me" ]; do l=$(readlink "$me"); case $l in /*) me=$l ;; *) me=$(dirname "$me")/$l ;; esac; done
 . "$(dirname "$me")/lib/common.sh" || exit 2
 TAIL=50 WORKER=0
-parse "TAIL=" "$@"
+parse "TAIL" "$@"
 resolve ${ARGS[@]+"${ARGS[@]}"}
 
 script <<'END'

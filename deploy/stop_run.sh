@@ -14,7 +14,7 @@
 me=$0; while [ -L "$me" ]; do l=$(readlink "$me"); case $l in /*) me=$l ;; *) me=$(dirname "$me")/$l ;; esac; done
 . "$(dirname "$me")/lib/common.sh" || exit 2
 WAIT_S=000 KILL="" VM_IPS="" VM_ID=""
-parse "KILL VM_IPS= VM_ID=" "$@"
+parse "KILL VM_IPS VM_ID" "$@"
 [ "$WAIT_S" != 000 ] || WAIT_S=$([ -n "$KILL" ] && echo 120 || echo 1900)  # it was not given
 if [ -n "$VM_IPS" ]; then aim; else resolve ${ARGS[@]+"${ARGS[@]}"}; fi
 

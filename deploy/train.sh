@@ -10,17 +10,17 @@
 #   --max_hours N              the VM itself stops the run after this time and, if HOST is its name, deletes itself
 #   --min_free_gb N            refuse to start with less free disk than this (default 20)
 #   --wait_s N                 return after this time (default 600); the run continues
-#   --dry_run                  only check the flags after -- and print what would be done
+#   --dry_run                  only check the flags after -- and say what would be done; --verbose shows the scripts
 #
 # Exit status 6: another run is running. If the run ends at once, its own exit status is returned.
 me=$0; while [ -L "$me" ]; do l=$(readlink "$me"); case $l in /*) me=$l ;; *) me=$(dirname "$me")/$l ;; esac; done
 . "$(dirname "$me")/lib/common.sh" || exit 2
 MIN_FREE_GB=20 AGAIN="" MAX_HOURS="" VM_ZONE=""
-parse "AGAIN MIN_FREE_GB= MAX_HOURS=" "$@"
+parse "AGAIN MIN_FREE_GB MAX_HOURS" "$@"
 resolve ${ARGS[@]+"${ARGS[@]}"}
 [ -z "$MAX_HOURS" ] || [ "$WORKER" = all ] || die 2 "--max_hours is for all workers: leave out --worker"
 [ -n "$AGAIN" ] || [ ${#FLAGS[@]} -gt 0 ] || die 2 "the run has no flags: train.sh HOST -- --run=NAME …, or --again"
-[ -z "$DRY_RUN" ] || [ -n "$AGAIN" ] || check_flags "$VM_TYPE"
+[ -z "$DRY_RUN" ] || explain_run
 script <<'END'
 next=$D/runs/start.$1 again=$2 min_free_gb=$3; shift 3
 fail() { echo "$1" >&2; exit "${2:-1}"; }

@@ -13,13 +13,17 @@ replaces what is lost. Each notices the end of the other:
 """
 import fcntl
 import json
+import math
 import os
+import re
 import select
+import shlex
 import signal
 import subprocess
 import sys
 import time
 import traceback
+from functools import partial
 from pathlib import Path
 
 if not __package__:  # watch.sh runs this file
@@ -50,6 +54,9 @@ def on_signal(*_):
 def main():
     role, flags = sys.argv[1], sys.argv[sys.argv.index("--") + 1:]
     settings = read_settings(flags)
+    check(settings)
+    if role == "dry_run":
+        return explain(settings)
     signal.signal(signal.SIGTERM, on_signal)
     signal.signal(signal.SIGINT, on_signal)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the watch outlives the terminal
@@ -62,6 +69,50 @@ def main():
     status = keep(settings, role)
     lock.close()
     return status
+
+
+def check(settings):
+    """Refuses a run whose name cannot be that of a folder, and a budget of nothing."""
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}", settings.run):
+        raise BadInput(f"--run={settings.run}: only letters, digits, . - and _, at most 100, and no . or - first")
+    for name, limit in (("max_usd", settings.max_usd), ("max_hours", settings.max_hours)):
+        if limit == 0:
+            raise BadInput(f"--{name}=0 is no budget: give more than 0")
+
+
+def explain(settings):
+    """Says in words what a watch would do and cost. Returns the exit status."""
+    say = partial(print, file=sys.stderr)
+    by_zone = hourly_prices(settings, say) or {}
+    kind = "a spot VM, which may be preempted" if settings.spot else "on demand"
+    zones = [f"{zone} ({by_zone[zone]:.2f} USD an hour)" if zone in by_zone else zone for zone in settings.zones]
+    say(f"+ create, setup, push, data, train{'' if settings.has_bucket else ' (no --bucket, so no data)'}: "
+        f"{settings.name}, {settings.type}, {kind}, in {' or '.join(zones)}")
+    hours = budget_hours(settings, max(by_zone.values(), default=0))
+    say(f"the budget buys {hours:.2f} hours at most, of which the last {settings.margin_s / 3600:.2f} are reserved to "
+        f"stop the run, bring it home and delete the VM")
+    if warning := reserve_warning(settings, by_zone):
+        say(warning)
+    say(f"the run is {settings.run}: base_train {shlex.join(settings.flags)}")
+    say(f"journal and spending are in {settings.state}, and the run comes home to {settings.to / settings.run}")
+    return 0
+
+
+def budget_hours(settings, usd_per_hour):
+    """Returns for how many hours the whole budget lasts."""
+    hours = [settings.max_hours] if settings.max_hours is not None else []
+    if settings.max_usd is not None and usd_per_hour > 0:
+        hours.append(settings.max_usd / usd_per_hour)
+    return min(hours, default=math.inf)
+
+
+def reserve_warning(settings, by_zone):
+    """Returns a warning if the budget is less than what is reserved for its end, or ""."""
+    hours = budget_hours(settings, max(by_zone.values(), default=0))
+    if 3600 * hours > settings.margin_s:
+        return ""
+    return (f"warning: the budget lasts {3600 * hours:.0f} s, and --margin_s={settings.margin_s:g} of them are "
+            "reserved for its end: no VM would be created")
 
 
 def take_lock(settings, role):
@@ -112,6 +163,8 @@ def keep(settings, role):
             print(f"error: the price of {settings.type} is not known: give --usd_per_hour", file=sys.stderr)
             return 2
         os.environ["WATCH_PRICES"] = json.dumps(by_zone or {})
+    if warning := reserve_warning(settings, json.loads(os.environ["WATCH_PRICES"])):
+        print(warning, flush=True)
     usd_at, usd_text = prices(settings)
     books = Books(settings.state / "spent", settings.max_usd, settings.max_hours)
     keeper = Keeper(settings, actions, books, usd_at, lambda: start_worker(settings) if role == "watch" else None)

@@ -20,7 +20,7 @@
 #   --keep_vm                  do not delete the VM at the end; it still costs money
 #   --to DIR                   where fetch.sh puts the run (default: checkpoints/ beside deploy/)
 #   --state DIR                journal and spending, which outlive a restart (default ~/.local/state/nanochat/NAME)
-#   --dry_run                  only check the flags after -- and print what would be done
+#   --dry_run                  only check the flags after --, and say what would be done and what it costs
 #   WEBHOOK=URL in config.env  an address that gets every line of the journal as {"text": …}
 #
 # Exit status 0: finished; 1: given up; 2: wrong use; 6: watched already; 7: budget spent; 70: watch.sh itself failed;
@@ -31,25 +31,21 @@ me=$0; while [ -L "$me" ]; do l=$(readlink "$me"); case $l in /*) me=$l ;; *) me
 MAX_USD="" MAX_HOURS="" MARGIN_S=600 POLL_S=60 PATIENCE=5 STALL_S=1800
 # shellcheck disable=SC2034
 KEEP_VM="" AGAIN="" STATE="" WEBHOOK="" PRICE_API_KEY="" PRICE_API="" TO=$ROOT/checkpoints
-parse "MAX_USD= MAX_HOURS= MARGIN_S= PATIENCE= STALL_S= KEEP_VM AGAIN STATE= TO=" "$@"
+parse "MAX_USD MAX_HOURS MARGIN_S PATIENCE STALL_S KEEP_VM AGAIN STATE TO" "$@"
 NAME=${ARGS[0]:-$NAME}
 [ -n "$NAME" ] || die 2 "the VM has no name: watch.sh NAME … -- FLAGS"
+check_name "$NAME"
 [ ${#FLAGS[@]} -gt 0 ] || die 2 "the run has no flags: watch.sh NAME … -- --run=NAME …"
 [ -n "$ZONES" ] || die 2 "--zones is not set: give the flag or write deploy/config.env"
 [ -n "$MAX_USD$MAX_HOURS" ] || die 2 "the run has no budget: --max_usd or --max_hours"
 facts "$TYPE"
 [ -z "$MAX_USD" ] || [ -n "$USD$PRICE_API_KEY" ] || die 2 "the price of $TYPE is not known: give --usd_per_hour"
-for PYTHON in python3 python3.13 python3.12 python3.11 python3.10 "$ROOT/.venv/bin/python" ""; do
-  [ -n "$PYTHON" ] || die 2 "watch.sh needs Python 3.10 or newer: python3 is $(python3 --version 2>&1 || true)"
-  if "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then break; fi
-done
 [ -z "$DRY_RUN" ] || check_flags "$TYPE"
-[ -z "$DRY_RUN" ] || { say "+ create, setup, push, data, train with $SETTINGS -- ${FLAGS[*]}"; exit 0; }
 STATE=${STATE:-$HOME/.local/state/nanochat/$NAME}
-for setting in SETTINGS ${SETTINGS//=/} MAX_USD MAX_HOURS MARGIN_S PATIENCE STALL_S KEEP_VM AGAIN STATE WEBHOOK TO \
-  PRICE_API_KEY PRICE_API; do
+# shellcheck disable=SC2153  # parse sets it
+for setting in $NAMES; do
   export "WATCH_$setting=${!setting}"  # in the environment, where other users do not see the webhook and the key
 done
 [ -z "$TMP" ] || rm -rf "$TMP"
 export "WATCH_WANDB_API_KEY=${WANDB_API_KEY:-}"
-exec "$PYTHON" "$HERE/watch.py" watch "$NAME" -- "${FLAGS[@]}"
+exec "$PYTHON" "$HERE/watch.py" "$([ -n "$DRY_RUN" ] && echo dry_run || echo watch)" "$NAME" -- "${FLAGS[@]}"

@@ -23,12 +23,10 @@ trap '[ -z "$TMP" ] || rm -rf "$TMP"' EXIT
 export -n WANDB_API_KEY 2>/dev/null || true  # a secret: no child process needs it in its environment
 export COPYFILE_DISABLE=1  # so that tar on macOS adds no ._ files
 
-# Settings have these defaults, which config.env overrides, which flags override. A name with "=" takes a value.
-SETTINGS="PROJECT= ZONES= NAME= TYPE= BUCKET= SSH_USER= SSH_KEY= WANDB_PROJECT= WANDB_KEY_FILE= ON_DEMAND USD_PER_HOUR="
-SETTINGS="$SETTINGS WORKER= WAIT_S= POLL_S= DRY_RUN INTERNAL_IPS"
+# Settings have these defaults, which config.env overrides, which flags override. settings.py has their forms.
 PROJECT="" ZONES="" NAME="" TYPE=v5litepod-8 BUCKET="" SSH_USER="" SSH_KEY=$HOME/.ssh/google_compute_engine
 WANDB_PROJECT="" WANDB_KEY_FILE="" ON_DEMAND="" USD_PER_HOUR="" WORKER=all WAIT_S=600 POLL_S=10 SSH_TIMEOUT_S=20
-DRY_RUN="" INTERNAL_IPS=""
+DRY_RUN="" VERBOSE="" INTERNAL_IPS="" GIVEN=" "
 
 awk() { LC_ALL=C command awk "$@"; }  # numbers have a decimal point in every locale
 say() { printf '%s\n' "$*" >&2; }
@@ -57,58 +55,54 @@ limited() (
 # given NAME returns 0 if a flag has set this variable.
 given() { case $GIVEN in *" $1 "*) ;; *) return 1 ;; esac; }
 
+check_name() { # check_name NAME exits unless Google allows this name for a VM
+  local LC_ALL=C
+  case $1 in [!a-z]* | *[!a-z0-9-]* | *-) ;; *) [ ${#1} -gt 63 ] || return 0 ;; esac
+  die 2 "$1 is no name of a VM: small letters, digits and -, at most 63, a letter first"
+}
+
 # check_flags TYPE exits if base_train would refuse FLAGS on a TPU of this type ("": not known). For dry runs: otherwise
 # the VM says so.
 check_flags() {
-  local status=0 python=$ROOT/.venv/bin/python
-  (cd "$ROOT" && limited 120 "$python" -m deploy.lib.check_flags "$1" ${FLAGS[@]+"${FLAGS[@]}"}) || status=$?
+  local said status=0
+  said=$(cd "$ROOT" && limited 120 "$ROOT/.venv/bin/python" -m deploy.lib.check_flags "$1" \
+    ${FLAGS[@]+"${FLAGS[@]}"} 2>&1) || status=$?
   case $status in
     0) ;;
-    2) exit 2 ;;
+    2) say "$said"; exit 2 ;;
     *) say "the flags after -- are not checked: that needs the packages that make installs" ;;
   esac
 }
 
-# parse "MORE= SETTINGS" "$@" sets a variable for each flag (--a_b=1 or --a-b 1), ARGS to the other words, and FLAGS to
+# explain_run says what train.sh would do. It exits unless --verbose asks for the scripts.
+explain_run() {
+  [ -n "$AGAIN" ] || check_flags "$VM_TYPE"
+  say "+ ssh ${TARGETS[*]}: check code, packages, chips, disk, data and tokenizer, and start in the background:" \
+    "$([ -n "$AGAIN" ] && echo "its last command" || echo "base_train $(quote ${FLAGS[@]+"${FLAGS[@]}"})")"
+  [ -z "$MAX_HOURS" ] || say "the VM ends the run after $MAX_HOURS hours${VM_ZONE:+ and deletes itself}"
+  [ -n "$VERBOSE" ] || { say "--verbose shows the scripts that run on the VM"; exit 0; }
+}
+
+# PYTHON is the Python that reads settings, and whatever a VM says.
+for PYTHON in python3 python3.14 python3.13 python3.12 python3.11 python3.10 "$ROOT/.venv/bin/python" ""; do
+  [ -n "$PYTHON" ] || die 2 "deploy/ needs Python 3.10 or newer: python3 is $(python3 --version 2>&1 || true)"
+  if "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then break; fi
+done
+
+# parse "MORE SETTINGS" "$@" sets a variable for each flag (--a_b=1 or --a-b 1), ARGS to the other words, and FLAGS to
 # all words after --.
 parse() {
-  local spec=" $SETTINGS $1 " name value config_type
-  shift && ARGS=() FLAGS=() GIVEN=" "
-  if [ -f "${NANOCHAT_DEPLOY_CONFIG:=$HERE/config.env}" ]; then
-    eval "$(LC_ALL=C tr -d '\r' <"$NANOCHAT_DEPLOY_CONFIG")"  # an editor of Windows ends lines with CR LF
-  fi
-  config_type=$TYPE
-  while [ $# -gt 0 ]; do
-    case $1 in
+  local word config_type settings
+  for word in "${@:2}"; do
+    case $word in
+      --) break ;;
       -h | --help) sed -n -e 1d -e '/^#/!q' -e 's/^# \{0,1\}//p' "$0"; exit 0 ;;
-      --) shift; FLAGS=("$@"); break ;;
-      --*)
-        name=$(printf '%s\n' "${1#--}" | sed 's/=.*//' | tr 'a-z-' 'A-Z_')
-        [ "$name" != ZONE ] || name=ZONES
-        case $spec in
-          *" $name= "*)
-            case $1 in *=*) value=${1#*=} ;; *) [ $# -gt 1 ] || die 2 "$1 needs a value"; shift; value=$1 ;; esac ;;
-          *" $name "*) value=1 ;;
-          *) die 2 "unknown flag $1; $(basename "$0") --help lists the flags" ;;
-        esac
-        GIVEN="$GIVEN$name "
-        printf -v "$name" %s "$value" ;;
-      *) ARGS+=("$1") ;;
     esac
-    shift
   done
+  settings=$("$PYTHON" "$LIB/settings.py" "$@") || exit 2
+  eval "$settings"  # what settings.py printed, each value in quotation marks
   # The price in config.env is that of the type there, and not of another type.
   [ "$TYPE" = "$config_type" ] || given USD_PER_HOUR || USD_PER_HOUR=""
-  for name in $spec; do  # a mistyped limit of time or money must not be read as 0 or as no limit
-    name=${name%=}
-    case $name in
-      POLL_S | MAX_* | USD_*)
-        case ${!name} in .* | *. | *.*.* | *[!0-9.]*) die 2 "$name is not a number of 0 or more: ${!name}" ;; esac
-        [ -n "${!name}" ] || ! given "$name" || die 2 "$name is given without a number" ;;
-      *_S | *_GB | ROUNDS | PATIENCE)
-        case ${!name:-x} in *[!0-9]*) die 2 "$name is not a whole number: ${!name}" ;; esac ;;
-    esac
-  done
 }
 
 . "$LIB/gcloud.sh" && . "$LIB/errors.sh" && . "$LIB/ssh.sh" || exit 1

@@ -79,6 +79,7 @@ unreadable() { echo "gcloud's answer is none: $(printf '%s' "$TPU_OUT" | LC_ALL=
 lookup() {
   local zone reason external internal format='value[separator="|"](state,health,id,createTime,acceleratorType,'
   format+='networkEndpoints[].accessConfig.externalIp.list(),networkEndpoints[].ipAddress.list(),schedulingConfig.spot)'
+  check_name "$1"
   [ -n "$ZONES" ] || die 2 "--zones is not set: give the flag or write deploy/config.env"
   VM_STATE=absent VM_HEALTH="" VM_ZONE="" VM_ID="" VM_CREATED="" VM_TYPE="" VM_IPS="" VM_SPOT="" VM_ERROR=""
   VM_PERMANENT=""

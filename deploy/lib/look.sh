@@ -8,7 +8,7 @@
 #   --bytes N                  how many bytes rate copies
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh" || exit
 WHAT="" VM_ID="" VM_IPS="" BYTES=20000000
-parse "WHAT= VM_ID= VM_IPS= BYTES=" "$@"
+parse "WHAT VM_ID VM_IPS BYTES" "$@"
 NAME=${ARGS[0]:-$NAME}
 if [ "$WHAT" = vm ]; then
   lookup "$NAME"

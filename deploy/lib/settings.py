@@ -1,9 +1,213 @@
-"""The settings of watch.sh, which it hands over in variables WATCH_NAME=value after reading config.env and flags."""
+"""The settings of deploy/: their names and forms, config.env, and flags.
+
+    python3 deploy/lib/settings.py "MORE SETTINGS" FLAGS …
+
+prints, as assignments for the shell, what config.env and the flags of a script set. ARGS gets the other words, FLAGS
+all words after --, GIVEN the names that were given as flags, NAMES those of all settings of the script. config.env is
+read, and never run.
+"""
+import csv
+import difflib
 import os
+import re
+import shlex
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-NOT_PASSED_ON = ("NAME", "WORKER", "WAIT_S", "POLL_S", "DRY_RUN")  # settings that each script has for itself
+NUMBER = r"[0-9]{1,9}(\.[0-9]{1,9})?", "a number of 0 or more with at most 9 digits"
+WHOLE = r"[0-9]{1,9}", "a whole number with at most 9 digits"
+YES_NO = r"(?i:1|yes|true|on|0|no|false|off)", "1 for yes or 0 for no"
+ZONES = r"[a-z]([a-z0-9-]*[a-z0-9])?(,[a-z]([a-z0-9-]*[a-z0-9])?)*", "a list of zones, such as us-west4-a,us-west4-b"
+WORD, PATH, URL = (r"[^\s\"\\]+", "one word"), (r"[^\n\0]+", "a path"), (r"https?://[^\s\"\\]+", "https://…")
+COMMON = {  # of all scripts
+    "PROJECT": (r"([a-z0-9.-]+:)?[a-z][a-z0-9-]*", "a project's ID: small letters, digits and -"),
+    "ZONES": ZONES,
+    "NAME": (r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?", "a VM's name: small letters, digits and -, 63 at most"),
+    "TYPE": (r"[a-z0-9]+-[0-9]{1,5}", "a TPU type, such as v5litepod-8 or v6e-4"),
+    "BUCKET": (r"gs://[^\s\"\\]+", "gs://…"),
+    "SSH_USER": (r"[A-Za-z0-9_][A-Za-z0-9_.-]*", "a user's name"),
+    "SSH_KEY": PATH,
+    "WANDB_PROJECT": WORD,
+    "WANDB_KEY_FILE": PATH,
+    "ON_DEMAND": YES_NO,
+    "USD_PER_HOUR": NUMBER,
+    "WORKER": (r"all|[0-9]{1,4}", "all, or a worker's number"),
+    "WAIT_S": WHOLE,
+    "POLL_S": NUMBER,
+    "SSH_TIMEOUT_S": WHOLE,
+    "DRY_RUN": YES_NO,
+    "VERBOSE": YES_NO,
+    "INTERNAL_IPS": YES_NO,
+}
+OWN = {  # of one script or of some
+    "AGAIN": YES_NO, "ALL": YES_NO, "KEEP_VM": YES_NO, "KILL": YES_NO, "NO_CHECKPOINTS": YES_NO,
+    "NO_TOKENIZER": YES_NO, "WATCH": YES_NO, "YES": YES_NO,
+    "BACKOFF_S": WHOLE, "BYTES": WHOLE, "MARGIN_S": WHOLE, "MIN_FREE_GB": WHOLE, "PATIENCE": WHOLE, "ROUNDS": WHOLE,
+    "STALL_S": WHOLE, "TAIL": WHOLE, "MAX_HOURS": NUMBER, "MAX_USD": NUMBER,
+    "STATE": PATH, "TO": PATH,
+    "VM_ID": (r"[A-Za-z0-9_-]+", "a VM's id"), "VM_IPS": WORD, "WHAT": WORD,
+}
+CONFIG_ONLY = {"WEBHOOK": URL, "PRICE_API_KEY": WORD, "PRICE_API": URL}  # some are secret
+FORMS = {**COMMON, **OWN, **CONFIG_ONLY}
+NOT_PASSED_ON = ("NAME", "WORKER", "WAIT_S", "POLL_S", "DRY_RUN", "VERBOSE")  # settings that each script has for itself
+PRICES = Path(__file__).resolve().parents[2] / "nanochat/device/prices.csv"
+
+
+class Refused(Exception):
+    """What is wrong, in one line."""
+
+
+# ----------------------------------------------------------------------
+# Reading
+
+
+def near(name, names):
+    """Returns a question that names the nearest of these names, or ""."""
+    found = difflib.get_close_matches(name, names, 1)
+    return f"; did you mean {found[0]}?" if found else ""
+
+
+def read_value(name, text, given):
+    """Returns the value that this text is for a setting; `given` is how the user wrote it. "" is no value."""
+    form, words = FORMS[name]
+    if FORMS[name] is PATH:
+        text = os.path.expanduser(text)
+    elif FORMS[name] is ZONES:
+        text = ",".join(re.split(r"[\s,]+", text.strip(" ,")))
+    if text and not re.fullmatch(form, text):
+        raise Refused(f"{given}: {name} must be {words}")
+    if FORMS[name] is YES_NO:
+        return "1" if text.lower() in ("1", "yes", "true", "on") else ""
+    for zone in text.split(",") if FORMS[name] is ZONES and text else ():
+        check_zone(zone, given)
+    return text
+
+
+def check_zone(zone, given):
+    """Refuses a region, and a zone that looks like a misspelt one. The table of prices does not name all regions."""
+    try:
+        with open(PRICES, encoding="utf-8") as file:
+            regions = {row["region"] for row in csv.DictReader(line for line in file if not line.startswith("#"))}
+    except OSError:
+        return
+    if zone in regions:
+        raise Refused(f"{given}: {zone} is a region, not a zone: {zone}-a, {zone}-b …")
+    region, places = zone.rpartition("-")[0], {region.rstrip("0123456789") for region in regions}
+    place = region.rstrip("0123456789")
+    if place not in places and difflib.get_close_matches(place, places, 1, 0.84):
+        raise Refused(f"{given}: there is no zone {zone}{near(region, sorted(regions))}")
+
+
+def read_config(path):
+    """Returns {name: value} of a config.env. Each line has NAME=VALUE, or several; VALUE may be quoted, and $NAME in it
+    is a setting above it or a variable of the environment."""
+    try:
+        text = Path(path).read_bytes().decode("utf-8-sig")  # an editor of Windows may begin the file with a mark
+    except FileNotFoundError:
+        return {}
+    except (OSError, UnicodeDecodeError) as error:
+        raise Refused(f"cannot read {path}: {getattr(error, 'strerror', None) or 'it is no UTF-8 text'}") from None
+    values = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        where = f"{path}, line {number}"
+        for name, value in read_line(line.strip().removeprefix("export "), values, where):
+            if name not in FORMS:
+                raise Refused(f"{where}: {name} is no setting{near(name.upper(), FORMS)}")
+            values[name] = read_value(name, value, f"{where}: {name}={value}")
+    return values
+
+
+def read_line(line, values, where):
+    """Yields (name, text) for each NAME=TEXT of a line of config.env."""
+    name, text, position, is_apart = None, "", 0, True
+    pieces = re.compile(r"""(?P<single>'[^']*')|(?P<double>"[^"]*")|(?P<plain>[^'"\s]+)|(?P<blank>\s+)""")
+    while position < len(line):
+        assignment = re.compile(r"([A-Za-z_]\w*)\s*=\s*").match(line, position) if is_apart else None
+        if assignment:
+            if name:
+                yield name, text.rstrip()
+            name, text, position, is_apart = assignment[1], "", assignment.end(), True
+            continue
+        if is_apart and line[position] == "#":
+            break
+        piece = pieces.match(line, position)
+        if name is None or piece is None:
+            raise Refused(f"{where}: {line[position:][:60]} is not NAME=VALUE, or a quotation mark is missing")
+        if is_apart and text and FORMS.get(name) is not ZONES:
+            raise Refused(f"{where}: the value of {name} has a blank: put it in quotation marks")
+        content = piece[0]
+        if piece.lastgroup in ("single", "double"):
+            content = content[1:-1]
+        if piece.lastgroup in ("double", "plain"):
+            content = expand(content, values, where)
+        is_apart = piece.lastgroup == "blank"
+        if not is_apart or text:
+            text += content
+        position = piece.end()
+    if name:
+        yield name, text.rstrip()
+
+
+def expand(text, values, where):
+    """Replaces $NAME and ${NAME}."""
+    if "`" in text or "$(" in text:
+        raise Refused(f"{where}: {text} is a command, and this file is not run: write its result")
+
+    def value(match):
+        name = match[1] or match[2]
+        if name not in values and name not in os.environ:
+            raise Refused(f"{where}: ${name} is not defined: write its value, or put it in ' '")
+        return values.get(name, os.environ.get(name))
+
+    return re.sub(r"\$(?:(\w+)|\{(\w+)\})", value, text)
+
+
+def read_flags(words, own):
+    """Returns the settings, the other words, and the words after --. `own` are the settings of this script alone."""
+    values, others, words = {}, [], list(words)
+    while words:
+        word = words.pop(0)
+        if word == "--":
+            break
+        if not word.startswith("--"):
+            others.append(word)
+            continue
+        flag, has_value, text = word.partition("=")
+        name = flag[2:].upper().replace("-", "_")
+        name = "ZONES" if name == "ZONE" else name
+        if name not in COMMON and name not in own:
+            known = sorted(f"--{name.lower()}" for name in [*COMMON, *own])
+            raise Refused(f"unknown flag {flag}{near(flag, known)}; --help lists the flags")
+        if FORMS[name] is YES_NO:
+            text = text if has_value else "1"
+        elif not has_value:
+            if not words:
+                raise Refused(f"{flag} needs a value")
+            text = words.pop(0)
+        if not text and FORMS[name] in (NUMBER, WHOLE):
+            raise Refused(f"{flag} is given without a number")
+        values[name] = read_value(name, text, f"{flag}={text}")
+    return values, others, words
+
+
+def main():
+    own = sys.argv[1].split()
+    config = read_config(os.environ.get("NANOCHAT_DEPLOY_CONFIG") or Path(__file__).parents[1] / "config.env")
+    flags, others, run_flags = read_flags(sys.argv[2:], own)
+    lines = [f"{name}={shlex.quote(value)}" for name, value in config.items()
+             if name in (*COMMON, *CONFIG_ONLY, *own) and value]
+    lines.append("config_type=$TYPE")
+    lines += [f"{name}={shlex.quote(value)}" for name, value in flags.items()]
+    for name, words in (("ARGS", others), ("FLAGS", run_flags)):
+        lines.append(f"{name}=({' '.join(shlex.quote(word) for word in words)})")
+    lines.append(f"NAMES='{' '.join([*COMMON, *CONFIG_ONLY, *own])}'")
+    lines.append(f"GIVEN={shlex.quote(' '.join(['', *flags, '']))}")
+    sys.stdout.buffer.write(os.fsencode("\n".join(lines) + "\n"))
+
+
+# ----------------------------------------------------------------------
+# watch.sh
 
 
 @dataclass(frozen=True)
@@ -56,15 +260,11 @@ def read_settings(flags):
         return float(value(name)) if value(name) else None
 
     verb_flags = []
-    for entry in value("SETTINGS").split():
-        name = entry.rstrip("=")
+    for name in COMMON:
         if value(name) and name not in NOT_PASSED_ON:
-            flag = f"--{name.lower()}"
-            if entry.endswith("="):
-                flag += f"={value(name)}"
-            verb_flags.append(flag)
+            verb_flags.append(f"--{name.lower()}={value(name)}")
     return Settings(
-        name=value("NAME"), type=value("TYPE"), zones=tuple(value("ZONES").replace(",", " ").split()),
+        name=value("NAME"), type=value("TYPE"), zones=tuple(value("ZONES").split(",")),
         spot=not value("ON_DEMAND"), flags=tuple(flags), verb_flags=tuple(verb_flags),
         has_bucket=bool(value("BUCKET")), max_usd=number_or_none("MAX_USD"), max_hours=number_or_none("MAX_HOURS"),
         usd_per_hour=number_or_none("USD_PER_HOUR"), margin_s=float(value("MARGIN_S")), poll_s=float(value("POLL_S")),
@@ -72,3 +272,11 @@ def read_settings(flags):
         again=bool(value("AGAIN")),
         state=Path(value("STATE")), to=Path(value("TO")), webhook=value("WEBHOOK"),
         price_api_key=value("PRICE_API_KEY"), price_api=value("PRICE_API"))
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except Refused as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -37,8 +37,7 @@ vm() {
   local i=$1 script=$2 host=${TARGETS[$1]} alias=${ALIASES[$1]} options socket status=0
   shift 2
   options=(-o BatchMode=yes -o "ConnectTimeout=$SSH_TIMEOUT_S" -o "ServerAliveInterval=$((SSH_TIMEOUT_S / 2))"
-    -o ServerAliveCountMax=3 -o LogLevel=ERROR -E "$TMP/ssh$i"
-    -o RemoteCommand=none -o RequestTTY=no)
+    -o ServerAliveCountMax=3 -o LogLevel=ERROR -E "$TMP/ssh$i" -o RemoteCommand=none -o RequestTTY=no)
   # A new host's key is accepted, unless the user's configuration says how to check it.
   [ "$(ssh -T -G "$host" | sed -n 's/^stricthostkeychecking //p')" != ask ] ||
     options+=(-o StrictHostKeyChecking=accept-new)
@@ -47,6 +46,7 @@ vm() {
   [ ${#socket} -gt 86 ] || options+=(-o ControlMaster=auto -o ControlPersist=60 -o "ControlPath=\"$socket\"")
   [ -z "$alias" ] || options+=(-o "HostKeyAlias=$alias")
   [ ! -f "$SSH_KEY" ] || options+=(-i "$SSH_KEY")
+  [ -z "$DRY_RUN" ] || [ -n "$VERBOSE" ] || script="what --verbose shows"
   if [ -n "$DRY_RUN" ]; then say "+ ssh $host bash -c SCRIPT bash $(quote "$@") where SCRIPT is" "$script"; return; fi
   [ -d "$HOME/.ssh" ] || (umask 077 && mkdir -p "$HOME/.ssh")
   need_room

@@ -1,0 +1,141 @@
+"""The table of settings: how config.env and flags are read, and what is refused in one line."""
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from deploy.lib.settings import FORMS, Refused, read_config, read_flags
+from tests.deploy.conftest import ROOT
+
+
+@pytest.fixture
+def config(tmp_path):
+    def read(content):
+        path = tmp_path / "config.env"
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        return read_config(path)
+    return read
+
+
+@pytest.mark.parametrize("content, values", [
+    (b"\xef\xbb\xbfNAME=nano\r\n", {"NAME": "nano"}),
+    ("ZONES = us-a us-b  # two", {"ZONES": "us-a,us-b"}), ("ZONES=us-a, us-b", {"ZONES": "us-a,us-b"}),
+    ("POLL_S=0.2 MIN_FREE_GB=0 ZONES=us-a", {"POLL_S": "0.2", "MIN_FREE_GB": "0", "ZONES": "us-a"}),
+    ("export NAME=nano", {"NAME": "nano"}), ("# NAME=nano\n\n", {}),
+    ("BUCKET=\nNAME=nano", {"BUCKET": "", "NAME": "nano"}),
+    ("SSH_KEY='~/a key'", {"SSH_KEY": os.path.expanduser("~/a key")}),
+    ('TO="$HOME/x"', {"TO": os.environ["HOME"] + "/x"}),
+    ("NAME=nano\nTO=/${NAME}/x", {"NAME": "nano", "TO": "/nano/x"}), ("TO='/$NAME'", {"TO": "/$NAME"}),
+    ("WEBHOOK=https://a.b/c?d=e#f", {"WEBHOOK": "https://a.b/c?d=e#f"}),
+    *((f"{name}={no}", {name: ""}) for name in ("ON_DEMAND", "DRY_RUN", "KEEP_VM", "AGAIN", "INTERNAL_IPS")
+      for no in ("0", "no", "False", "off")),
+    ("ON_DEMAND=1", {"ON_DEMAND": "1"}), ("ON_DEMAND=yes", {"ON_DEMAND": "1"}),
+])
+def test_a_config_file_is_read(config, content, values):
+    assert config(content) == values
+
+
+@pytest.mark.parametrize("content, named", [
+    ("USD_PER_HUOR=2", ["line 1", "USD_PER_HUOR", "USD_PER_HOUR"]), ("\nzones=us-a", ["line 2", "ZONES"]),
+    ("TO=$NOT_DEFINED/x", ["$NOT_DEFINED"]), ("TO=$(touch pwned)", ["touch"]), ("TO=`touch pwned`", ["touch"]),
+    ("touch pwned", ["touch pwned"]), ("NAME=nano; touch pwned", ["NAME", "blank"]), ("TO='/x", ["'/x"]),
+    ("ON_DEMAND=maybe", ["ON_DEMAND=maybe", "1 for yes"]), ("MAX_USD=5,5", ["MAX_USD=5,5"]),
+    ("MARGIN_S=10m", ["MARGIN_S=10m"]), (f"WAIT_S={'9' * 400}", ["WAIT_S"]),
+    ("SSH_USER=-oProxyCommand=x", ["SSH_USER"]),
+    ("NAME=../x", ["NAME=../x"]), ("ZONES=us-west4", ["us-west4-a"]), ("ZONES=us-wset4-a", ["us-wset4-a", "us-west4"]),
+    ("TO=/a b", ["TO", "quotation marks"]), ("BUCKET=my-bucket", ["gs://"]), ("NAME=nano".encode("utf-16"), ["UTF-8"]),
+])
+def test_what_cannot_be_read_is_refused_by_name_and_nothing_of_it_runs(config, tmp_path, monkeypatch, content, named):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(Refused) as error:
+        config(content)
+    assert all(word in str(error.value) for word in named) and "\n" not in str(error.value)
+    assert not (tmp_path / "pwned").exists()
+
+
+def test_a_refused_config_file_ends_every_script_with_status_2_and_one_line(tmp_path):
+    (tmp_path / "config.env").write_text("USD_PER_HUOR=2\n")
+    environment = {**os.environ, "NANOCHAT_DEPLOY_CONFIG": str(tmp_path / "config.env")}
+    for script in sorted((ROOT / "deploy").glob("*.sh")):
+        result = subprocess.run([script, "nano"], capture_output=True, text=True, env=environment, timeout=60)
+        assert result.returncode == 2 and len(result.stderr.splitlines()) == 1, (script.name, result.stderr)
+
+
+def test_flags_are_read_as_the_config_file_is():
+    values, others, run = read_flags(
+        ["nano", "--max-usd", "5", "--on_demand=0", "--keep_vm", "--to=~/x", "b", "--", "--a", "b c"],
+        ["MAX_USD", "KEEP_VM", "TO"])
+    assert values == {"MAX_USD": "5", "ON_DEMAND": "", "KEEP_VM": "1", "TO": os.path.expanduser("~/x")}
+    assert (others, run) == (["nano", "b"], ["--a", "b c"])
+
+
+@pytest.mark.parametrize("flags, named", [
+    (["--dry_rum"], ["--dry_rum", "--dry_run"]), (["--max_usd=5"], ["unknown flag --max_usd"]),
+    (["--wait_s"], ["value"]),
+    (["--wait_s="], ["--wait_s"]), (["--webhook=https://a.b"], ["unknown flag --webhook"]),
+])
+def test_a_flag_that_the_script_has_not_or_that_lacks_its_value_is_refused(flags, named):
+    with pytest.raises(Refused) as error:
+        read_flags(flags, [])
+    assert all(word in str(error.value) for word in named)
+
+
+def test_every_setting_of_the_scripts_and_of_the_example_is_in_the_table():
+    texts = [path.read_text() for path in (ROOT / "deploy").rglob("*.sh")]
+    named = {name for text in texts for names in re.findall(r'^parse "([^"]*)"', text, re.MULTILINE)
+             for name in names.split()}
+    example = (ROOT / "deploy/config.env.example").read_text()
+    named |= set(re.findall(r"^#(\w+)=", example, re.MULTILINE))
+    assert named and named <= set(FORMS)
+
+
+@pytest.mark.parametrize("flags, words", [
+    (["--max_usd=0"], ["--max_usd=0"]), (["--max_hours=0"], ["--max_hours=0"]), (["--zones=us-wset4-a"], ["us-west4"])])
+def test_a_dry_run_of_watch_refuses_what_cannot_be(flags, words):
+    result = dry_run("nano", *flags)
+    assert result.returncode == 2 and all(word in result.stderr for word in words)
+    assert len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", ["../x", "Nano", "nano_1", "1nano", "nano-", "n" * 64])
+def test_a_name_that_google_would_not_take_is_refused_before_any_work(name):
+    assert (result := dry_run(name)).returncode == 2 and name in result.stderr
+    assert (result := dry_run("nano", run="../x")).returncode == 2 and "--run=../x" in result.stderr
+
+
+def test_a_dry_run_of_watch_says_what_the_budget_buys(tmp_path):
+    said = dry_run("nano", "--max_usd=50", "--usd_per_hour=2").stderr
+    assert "v5litepod-8" in said and "a spot VM" in said and "us-west4-a (2.00 USD an hour)" in said
+    assert "25.00 hours" in said and "warning" not in said
+    said = dry_run("nano", "--max_usd=0.01", "--on_demand=1", "--usd_per_hour=2").stderr
+    assert "on demand" in said and "warning: the budget lasts 18 s" in said and "--margin_s=600" in said
+
+
+def dry_run(name, *flags, run="d16"):
+    environment = {**os.environ, "NANOCHAT_DEPLOY_CONFIG": "/nonexistent"}
+    command = [ROOT / "deploy/watch.sh", name, "--zones=us-west4-a", "--max_usd=5", *flags, "--dry_run", "--",
+               f"--run={run}", "--depth=16"]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+
+
+def test_a_dry_run_of_train_is_in_words_and_the_script_is_shown_when_asked_for():
+    environment = {**os.environ, "NANOCHAT_DEPLOY_CONFIG": "/nonexistent"}
+    plain, verbose = (subprocess.run(
+        [ROOT / "deploy/train.sh", "192.0.2.1", "--dry_run", *more, "--", "--run=d16"], capture_output=True, text=True,
+        env=environment, timeout=120).stderr for more in ((), ("--verbose",)))
+    assert "base_train '--run=d16'" in plain and "set -a" not in plain and "setsid" not in plain
+    assert "setsid -f flock" in verbose
+
+
+def test_a_half_installed_environment_is_one_line(tmp_path):
+    root = tmp_path / "root"
+    shutil.copytree(ROOT / "deploy", root / "deploy")
+    (root / ".venv/bin").mkdir(parents=True)
+    (root / ".venv/bin/python").symlink_to(sys.executable)  # without the packages, and without nanochat/
+    command = [root / "deploy/train.sh", "192.0.2.1", "--dry_run", "--", "--run=d16"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120,
+                            env={**os.environ, "NANOCHAT_DEPLOY_CONFIG": "/nonexistent"})
+    assert result.returncode == 0 and "Traceback" not in result.stderr and "are not checked" in result.stderr
