@@ -26,17 +26,24 @@ reinterpret_cast return short signed sizeof static static_assert static_cast str
 thread_local throw true try typedef typeid typename union unsigned using virtual void volatile wchar_t while main
 std NDEBUG __assert_fail""".split()
 TESTS = '#include "source.cpp"\n' + "".join(f"#undef {name}\n" for name in NAMES) + "#include <cassert>\n#line 1\n%s"
-# A program that calls exit(0) succeeds without running its tests. So it passes only if it prints a secret mark, too,
-# which stands in this file alone. The linker takes __wrap_main for main, and the main of the tests for __real_main.
-GUARD = """#include <cstdio>
+# A program that calls exit(0) succeeds without running its tests. So it passes only if a secret mark is printed, too,
+# which stands in this file alone. It is printed once the main() of the tests has returned 0 in the process that began
+# it, to a descriptor that main() does not know. The linker takes __wrap_main for main, and that main for __real_main.
+GUARD = """#include <unistd.h>
 extern "C" int __real_main(int, char**, char**);
 extern "C" int __wrap_main(int argc, char** argv, char** environment) {
+    static const char mark[] = "%s\\n";
+    int output = dup(STDOUT_FILENO);
+    pid_t process = getpid();
     int status = __real_main(argc, argv, environment);
-    std::puts("%s");
-    std::fflush(stdout);
+    if (status == 0 && getpid() == process)
+        write(output, mark, sizeof mark - 1);
     return status;
 }
 """
+# A precompiled header comes first. So it stands for an #include that comes after other headers only.
+ALL_HEADERS = re.compile(rb"""(?:[ \t]*(?:\#[ \t]*include[ \t]*<[^>\n]*>[ \t]*|//[^\n]*)?\r?\n)*
+                             [ \t]*\#[ \t]*include[ \t]*<bits/stdc\+\+\.h>""", re.VERBOSE)
 
 # The verdicts.
 PASSED = "passed"
@@ -127,7 +134,7 @@ class Judge:
 
     def _compile(self, files, options):
         """Returns (the standard output of g++, None) or (None, the Verdict). g++ reads the last of `files`."""
-        if any(re.search(rb"^[ \t]*#\s*include\s*<bits/stdc\+\+\.h>", data, re.MULTILINE) for data in files.values()):
+        if ALL_HEADERS.match(files["source.cpp"]):
             options = ["-include", str(self._precompiled_headers()), *options]
         # The sandbox's files vanish with it, so the program comes back as standard output. `sh -c` takes the first word
         # after the script, the g++ of GXX, as its own name, and passes the others as "$@".
@@ -152,7 +159,7 @@ class Judge:
         if result.status == 0 and mark in result.stdout:
             return Verdict(PASSED, message)
         if result.status == 0:
-            return Verdict(FAILED, f"{message}\nthe program ended before its tests".strip())
+            return Verdict(FAILED, f"{message}\nended with status 0 before main() returned 0".strip())
         if result.stopped_by == "output":
             return Verdict(TOO_MUCH_OUTPUT, message)
         # The sandbox limits wall time, and the kernel CPU time, by a signal.

@@ -32,7 +32,7 @@ def judge():
     ("return *(volatile int*)0;", "crashed", "signal 11"),
     ("throw 1;", "failed", "terminate called"),
     ("x *= 2;", "crashed", "signal 4"),  # it ends without its value, which chance may have left in a register
-    ("__builtin_exit(0);", "failed", "ended before its tests"),
+    ("__builtin_exit(0);", "failed", "before main() returned 0"),
 ])
 def test_verdicts(judge, body, status, message):
     verdict = judge.judge(DOUBLE % body, TESTS)
@@ -62,6 +62,36 @@ RETURNS = "int main() { return twice(3) == 6 ? 0 : 1; }\n"
 def test_the_code_does_not_change_what_its_tests_say(judge, code, tests, status):
     verdict = judge.judge(code, tests)
     assert verdict.status == status, verdict
+
+
+WRONG = "#include <cstdlib>\n#include <unistd.h>\n#include <sys/wait.h>\n%s\nint twice(int x) { %s }\n"
+
+
+@pytest.mark.parametrize("code", [
+    WRONG % ("struct Last { ~Last() { _exit(0); } } last;", "return x;"),
+    WRONG % ("int n = std::atexit([] { _exit(0); });", "return x;"),
+    WRONG % ("int n = on_exit([](int, void*) { _exit(0); }, nullptr);", "return x;"),
+    WRONG % ("", "if (fork()) { wait(nullptr); _exit(0); } return x;"),
+    WRONG % ("", "if (fork()) { wait(nullptr); _exit(0); } return 2 * x;"),
+])
+def test_what_ends_the_program_with_0_after_its_tests_does_not_pass(judge, code):
+    assert judge.judge(code, RETURNS).status == "failed"
+
+
+@pytest.mark.parametrize("body", [
+    "std::wcout << L'x' << std::flush;", "std::fclose(stdout);", "close(1);",
+    'std::freopen("/dev/null", "w", stdout);'])
+def test_right_code_may_do_with_its_output_what_it_likes(judge, body):
+    code = f"#include <cstdio>\n#include <iostream>\n#include <unistd.h>\nint twice(int x) {{ {body} return 2 * x; }}\n"
+    verdict = judge.judge(code, TESTS)
+    assert verdict.passed, verdict
+
+
+@pytest.mark.parametrize("code", ["%s", "%s#include <bits/stdc++.h>\n"])
+def test_code_compiles_without_what_only_its_tests_include(judge, code):
+    code %= "int twice(int x) { return std::max(2, 1) * x; }\n"
+    verdict = judge.judge(code, "#include <bits/stdc++.h>\n" + TESTS)
+    assert verdict.status == "does not compile" and "'max' is not a member of 'std'" in verdict.message
 
 
 LOG = r"""#include <cstdio>
