@@ -41,8 +41,8 @@ WORK = {
     "bench.schedule": ["measure"], "bench.serve": ["get_context"], "bench.train": ["Training"],
     "bench.clean": ["choose_texts"], "bench.replay": ["load_completer"], "code_eval": ["Judge"],
     "demo": ["run"], "eval_table": ["run_module"], "export": ["load_model"], "generate": ["Engine"],
-    "import_nanochat": ["read_weights"], "lsp": ["run"], "prepare_data": ["prepare"], "prepare_puzzles": ["prepare"],
-    "puzzle_show": ["solve"], "puzzle_train": LAUNCHED, "report": ["summarise"],
+    "import_nanochat": ["read_weights"], "lsp": ["run"], "prepare_data": ["prepare"],
+    "prepare_puzzles": ["make_splits"], "puzzle_train": LAUNCHED, "report": ["summarise"],
     "serve": ["load_completer"], "solve": ["Judge"], "tok_eval": ["find_entrants"], "tok_train": ["choose_texts"],
     "tpu_advice": ["advise"], "tpu_preflight": ["prepare"]}
 
@@ -149,7 +149,7 @@ def test_bad_flags_are_one_line_that_names_what_is_wrong(name, corpus_dir, byte_
     (tmp_path / "mine" / "a.cpp").touch()
     (tmp_path / "documents").mkdir()
     pq.write_table(pa.table({"text": ["int x;\n" * 10_000]}), tmp_path / "documents/shard_00000.parquet")
-    write_puzzles(made_puzzles, "sudoku", (2, 2), dict.fromkeys(("train", "val"), [([0] * 16, [1] * 16, 0)]))
+    write_puzzles(made_puzzles, (2, 2), dict.fromkeys(("train", "val"), [([0] * 16, [1] * 16, 0)]))
     outcomes = set()
 
     max_examples = 30 if request.config.getoption("markexpr") == "not slow" else 100

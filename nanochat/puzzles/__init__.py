@@ -1,2 +1,2 @@
-"""The second task of the trainer: a tiny recursive model learns to solve Sudokus, mazes and the tasks of ARC-AGI.
+"""The second task of the trainer: a tiny recursive model learns to solve Sudokus.
 scripts/puzzle_train.py runs it."""

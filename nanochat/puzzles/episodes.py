@@ -17,7 +17,7 @@ def empty_carry(config, slots, dtype, device):
         return torch.zeros(slots, *shape, dtype=torch.int32, device=device)
 
     state = torch.zeros(slots, config.positions, config.hidden, dtype=dtype, device=device)
-    return {"y": state, "z": state.clone(), "puzzle": whole_numbers(config.cells + (config.tasks > 0)),
+    return {"y": state, "z": state.clone(), "puzzle": whole_numbers(config.cells),
             "solution": whole_numbers(config.cells), "min_steps": whole_numbers(), "steps": whole_numbers(),
             "is_free": whole_numbers() + 1}
 

@@ -11,7 +11,7 @@ from functools import partial
 import numpy as np
 
 from nanochat.common import BadInput, end_with_parent
-from nanochat.puzzles import mazes, sudoku
+from nanochat.puzzles import sudoku
 from nanochat.record.progress import Progress
 
 ROUNDS = 20  # each makes as many puzzles as are still missing
@@ -20,26 +20,13 @@ SHARES = {"train": 0.75, "val": 0.25}  # of the fingerprints
 
 @dataclass(frozen=True)
 class Maker:
-    """Makes Sudokus or mazes: puzzle `number` is the same on every machine."""
-    kind: str  # "sudoku" or "maze"
-    shape: tuple  # as in Puzzles
+    """Makes Sudokus: puzzle `number` is the same on every machine."""
+    box: tuple  # (rows, columns)
     seed: int
-    min_path: int = 0  # of a maze
 
     def make(self, number):
-        """Returns puzzle `number` as (puzzle, solution, guesses), or None if there is no such maze."""
-        seed = f"{self.seed} {number}"
-        if self.kind == "sudoku":
-            return sudoku.generate(*self.shape, seed)
-        found = mazes.generate(*self.shape, self.min_path, seed)
-        if found is None:
-            return None
-        return *found, 0
-
-    def fingerprints(self, puzzles):
-        """Returns a number for each of the puzzles (N, cells), equal for all forms of a puzzle."""
-        module = sudoku if self.kind == "sudoku" else mazes
-        return module.fingerprints(puzzles, *self.shape)
+        """Returns puzzle `number` as (puzzle, solution, guesses)."""
+        return sudoku.generate(*self.box, f"{self.seed} {number}")
 
 
 def begin_worker():
@@ -70,10 +57,6 @@ def make_splits(maker, sizes, uses_qqwing=False):
     made = 0
     with ProcessPoolExecutor(len(os.sched_getaffinity(0)), initializer=begin_worker) as pool, \
             Progress("puzzles", sum(sizes.values()), unit="") as progress:
-        # Each of these four draws a thousand mazes: a path that none of them has is refused before the rounds.
-        if maker.kind == "maze" and not any(pool.map(maker.make, range(4))):
-            raise BadInput(f"--min_path={maker.min_path}: none of thousands of mazes of --side={maker.shape[0]} has so "
-                           "long a path: give a smaller one")
         for _ in range(ROUNDS):
             # The fingerprint puts a quarter of the puzzles into val, so val needs four times its missing number.
             missing = max(round((sizes[name] - len(found[name])) / share) for name, share in SHARES.items())
@@ -82,10 +65,10 @@ def make_splits(maker, sizes, uses_qqwing=False):
             if uses_qqwing:
                 new = by_qqwing(missing)
             else:
-                new = list(filter(None, pool.map(maker.make, range(made, made + missing), chunksize=16)))
+                new = list(pool.map(maker.make, range(made, made + missing), chunksize=16))
                 made += missing
             if new:
-                fingerprints = maker.fingerprints(np.array([puzzle for puzzle, _, _ in new]))
+                fingerprints = sudoku.fingerprints(np.array([puzzle for puzzle, _, _ in new]), *maker.box)
                 progress.update(_split(new, fingerprints, found, sizes))
     if any(len(found[name]) < sizes[name] for name in sizes):
         raise BadInput(f"--train={sizes['train']} and --val={sizes['val']}: only {len(found['train'])} and "

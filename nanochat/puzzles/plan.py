@@ -10,7 +10,7 @@ from nanochat.puzzles.trm import Block, TRMConfig
 from nanochat.train.flags import MAX_STEPS, DeviceFlags, FlagGroups, RecordFlags, RunFlags, path_text
 
 BETAS = (0.9, 0.95)
-OTHERS = ("embedding", "prefix", "task_vectors", "head", "halt", "halt_bias")  # parameters besides the stacks
+OTHERS = ("embedding", "prefix", "head", "halt", "halt_bias")  # parameters besides the stacks
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ def make_plan(flags, puzzles, device_type, world_size):
     if device_type == "cuda" and world_size > 1:
         raise BadInput(f"puzzles train on one GPU, not on {world_size}: start without torchrun")
     config = TRMConfig(puzzles.vocab_size, puzzles.side ** 2, model.hidden, model.layers, model.heads, model.mixer,
-                       model.recursions, model.cycles, model.prefix, puzzles.tasks)
+                       model.recursions, model.cycles, model.prefix)
     return PuzzlePlan(config, flags.puzzles.num_iterations, total, flags.devices.dtype_on(device_type),
                       flags.devices.is_sharded_on(device_type), device_type, world_size)
 

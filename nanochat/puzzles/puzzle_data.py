@@ -1,8 +1,7 @@
 """Puzzles on disk, and the puzzles of a step, which only seed, step and slot determine.
 
 A folder of puzzles has train.parquet and val.parquet with the columns `puzzle` and `solution` (lists of tokens of one
-length) and `guesses`, and puzzles.json, which describes them. Token 0 is an empty cell. A puzzle of a task (arc.py)
-begins with the task's number.
+length) and `guesses`, and puzzles.json, which describes them. Token 0 is an empty cell.
 """
 import hashlib
 import json
@@ -16,51 +15,40 @@ import torch
 
 from nanochat.common import BadInput, written_whole
 from nanochat.device.ranks import Dist
-from nanochat.puzzles import arc, mazes, sudoku
+from nanochat.puzzles import sudoku
 
 DESCRIPTION = "puzzles.json"
 COLUMNS = ("puzzle", "solution", "guesses")
+KIND = "sudoku"
+LETTERS = ".123456789ABCDEFG"  # of an empty cell and the digits, for a person
 
 
 @dataclass(frozen=True)
 class Puzzles:
-    kind: str  # "sudoku", "maze" or "arc"
-    shape: tuple  # (rows, columns) of a box of a Sudoku; (side,) of the others
-    puzzles: np.ndarray  # whole numbers (N, cells); of tasks (N, 1 + cells)
+    box: tuple  # (rows, columns)
+    puzzles: np.ndarray  # whole numbers (N, cells)
     solutions: np.ndarray  # (N, cells)
     guesses: np.ndarray  # (N,)
     fingerprint: str  # of the file
-    tasks: int = 0  # 0: the puzzles belong to no tasks
 
     @property
     def side(self):
-        return self.shape[0] * self.shape[1] if self.kind == "sudoku" else self.shape[0]
+        return self.box[0] * self.box[1]
 
     @property
     def vocab_size(self):
-        return self.side + 1 if self.kind == "sudoku" else len(self._letters)
-
-    @property
-    def _letters(self):
-        return {"sudoku": ".123456789ABCDEFG", "maze": mazes.LETTERS, "arc": arc.LETTERS}[self.kind]
-
-    def in_other_form(self, grids, generator):
-        """Returns the grids, a list of arrays (N, cells), each row in a random form, the same in all arrays."""
-        if self.tasks:  # whose forms are puzzles of their own
-            return grids
-        draw = sudoku.draw_symmetries if self.kind == "sudoku" else mazes.draw_symmetries
-        return draw(grids, *self.shape, generator)
+        return self.side + 1
 
     def text(self, cells):
-        """Returns a grid of cells (cells,), or a puzzle, as lines of text."""
+        """Returns a grid of cells (cells,) as lines of text."""
         lines = []
-        for row in np.reshape(cells[-self.side ** 2:], (self.side, self.side)):
-            lines.append("".join(self._letters[token] for token in row))
+        for row in np.reshape(cells, (self.side, self.side)):
+            lines.append("".join(LETTERS[token] for token in row))
         return lines
 
 
-def write_puzzles(folder, kind, shape, splits, tasks=0):
-    """Writes {"train": [(puzzle, solution, guesses), …], "val": …} to a folder. tasks: their number, if any."""
+def write_puzzles(folder, box, splits):
+    """Writes {"train": [(puzzle, solution, guesses), …], "val": …} to a folder."""
     folder = Path(folder)
     # Each file is whole before it gets its name, and the description comes last: a folder without it has no puzzles. So
     # a kill never leaves new puzzles under the old description.
@@ -72,8 +60,7 @@ def write_puzzles(folder, kind, shape, splits, tasks=0):
         table = pa.table(columns)
         with written_whole(folder / f"{name}.parquet") as unfinished:
             pq.write_table(table, unfinished, compression="zstd")
-    description = {"kind": kind, "shape": shape, "tasks": tasks,
-                   "puzzles": {name: len(rows) for name, rows in splits.items()}}
+    description = {"kind": KIND, "shape": box, "puzzles": {name: len(rows) for name, rows in splits.items()}}
     (folder / DESCRIPTION).write_text(json.dumps(description, indent=1))
 
 
@@ -85,9 +72,11 @@ def read_puzzles(folder, split):
     try:
         found = json.loads((folder / DESCRIPTION).read_text())
         table = pq.read_table(path, columns=list(COLUMNS))
-        columns = [np.stack(column.to_numpy()) for column in table.columns]
-        puzzles = Puzzles(found["kind"], tuple(found["shape"]), *columns,
-                          fingerprint=hashlib.sha256(path.read_bytes()).hexdigest(), tasks=found["tasks"])
+        values = [np.stack(column.to_numpy()) for column in table.columns]
+        if found["kind"] != KIND:
+            raise ValueError(f"the kind {found['kind']} is unknown")
+        rows, columns = found["shape"]
+        puzzles = Puzzles((rows, columns), *values, fingerprint=hashlib.sha256(path.read_bytes()).hexdigest())
         _check(puzzles, path.name)
         return puzzles
     except FileNotFoundError:
@@ -99,22 +88,19 @@ def read_puzzles(folder, split):
 def _check(puzzles, name):
     """Raises ValueError if the Puzzles of a file called `name` are no grids, or have unknown tokens."""
     cells = puzzles.side ** 2
-    leading = 1 if puzzles.tasks else 0
-    if puzzles.puzzles.shape[1:] != (leading + cells,) or puzzles.solutions.shape[1:] != (cells,):
-        raise ValueError(f"{name} has no grids of {cells} cells")
-    for tokens, number in ((puzzles.puzzles[:, :leading], puzzles.tasks),
-                           (puzzles.puzzles[:, leading:], puzzles.vocab_size),
-                           (puzzles.solutions, puzzles.vocab_size)):
-        if tokens.size and not (0 <= tokens.min() and tokens.max() < number):
-            raise ValueError(f"{name} has tokens that are not 0 to {number - 1}")
+    for tokens in (puzzles.puzzles, puzzles.solutions):
+        if tokens.shape[1:] != (cells,):
+            raise ValueError(f"{name} has no grids of {cells} cells")
+        if tokens.size and not 0 <= tokens.min() <= tokens.max() < puzzles.vocab_size:
+            raise ValueError(f"{name} has tokens that are not 0 to {puzzles.vocab_size - 1}")
 
 
 @dataclass
 class PuzzleFeed:
     """Iterates over this rank's micro-batches from a step on, {name: CPU tensor} with a row for each of its slots.
-    puzzle, solution: int32 (slots, cells), for the slot if it is free; a task's puzzle has one number more. min_steps:
-    int32 (slots,), the least steps of that puzzle's episode. They are drawn for all slots of the run, free or not, so
-    they depend on seed and step only, not on the ranks nor on the model."""
+    puzzle, solution: int32 (slots, cells), for the slot if it is free. min_steps: int32 (slots,), the least steps of
+    that puzzle's episode. They are drawn for all slots of the run, free or not, so they depend on seed and step only,
+    not on the ranks nor on the model."""
 
     puzzles: Puzzles
     dist: Dist
@@ -148,8 +134,8 @@ class PuzzleFeed:
         # slots. Another order of the draws below would change every run.
         generator = np.random.Generator(np.random.Philox(key=[self.seed, step]))
         numbers = generator.integers(len(self.puzzles.puzzles), size=self.total_batch_size)
-        puzzle, solution = self.puzzles.in_other_form(
-            [self.puzzles.puzzles[numbers], self.puzzles.solutions[numbers]], generator)
+        puzzle, solution = sudoku.draw_symmetries(
+            [self.puzzles.puzzles[numbers], self.puzzles.solutions[numbers]], *self.puzzles.box, generator)
         explores = generator.random(self.total_batch_size) < self.explore
         minimum = generator.integers(2, max(self.max_steps, 2) + 1, size=self.total_batch_size)
         return {"puzzle": puzzle, "solution": solution, "min_steps": np.where(explores, minimum, 0)}

@@ -10,7 +10,6 @@ import torch
 
 from nanochat.checkpoint.meta import require_same
 from nanochat.checkpoint.pieces import state_bytes
-from nanochat.common import BadInput
 from nanochat.device.mesh import Mesh
 from nanochat.device.ranks import print0
 from nanochat.model.optim import MuonAdamW
@@ -134,7 +133,4 @@ def make_task(flags, device_type, world_size, directory):
     """Returns the PuzzleTask for puzzle_train's Flags. Raises BadInput for anything that can be refused now."""
     puzzles = read_puzzles(flags.data_dir, "train")
     held_out = read_puzzles(flags.data_dir, "val")
-    if (puzzles.kind, puzzles.shape, puzzles.tasks) != (held_out.kind, held_out.shape, held_out.tasks):
-        raise BadInput(f"--data_dir={flags.data_dir} has other puzzles in val.parquet than in train.parquet: make them "
-                       "again with python3 -m scripts.prepare_puzzles")
     return PuzzleTask(flags, make_plan(flags, puzzles, device_type, world_size), puzzles.fingerprint, held_out)

@@ -13,8 +13,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from nanochat.common import BadInput
-from nanochat.model.layers import apply_rotary, rotary_tables, split_heads
-from nanochat.puzzles.recursion import norm, run_cycles
+from nanochat.model.layers import apply_rotary, norm, rotary_tables, split_heads
 
 
 @dataclass(frozen=True)
@@ -28,7 +27,6 @@ class TRMConfig:
     recursions: int = 6  # n
     cycles: int = 3  # T
     prefix: int = 16  # learned positions before the cells
-    tasks: int = 0  # if any, a puzzle begins with the number of its task, which has a learned vector
 
     def __post_init__(self):
         if self.hidden % self.heads or (self.hidden // self.heads) % 2:
@@ -63,31 +61,10 @@ class Block(NamedTuple):
     mlp_out: torch.Tensor  # (C, I)
 
 
-def swiglu(x, into, out, keep):
+def swiglu(x, into, out):
     """SwiGLU (arXiv 2002.05202) over the last dimension of x."""
-    gate, value = (keep(F.linear(x, weight)) for weight in into.chunk(2))
+    gate, value = (F.linear(x, weight) for weight in into.chunk(2))
     return F.linear(F.silu(gate) * value, out)
-
-
-@dataclass(frozen=True)
-class TRMLayer:
-    """A layer of f. Each part is added, then normalised, without gains and biases."""
-    config: TRMConfig
-
-    def __call__(self, x, weights, rotary, keep):
-        """x (B, P, C) -> (B, P, C). weights: a Block; `keep`: see recursion.py."""
-        w = Block(*(weight.to(x.dtype) for weight in weights))
-        if self.config.mixer == "mlp":
-            x = norm(x + swiglu(x.mT, w.mix_in, w.mix_out, keep).mT, keep)
-        else:
-            # Three products: with one for all, the micro-step of the published recipe compiles in 147 s instead of 99,
-            # and a step takes 47 ms instead of 46 (v5litepod-8).
-            q, k, v = (split_heads(keep(F.linear(x, weight)), self.config.hidden // self.config.heads)
-                       for weight in w.mix_in.chunk(3))
-            q, k = apply_rotary(q, *rotary), apply_rotary(k, *rotary)
-            mixed = F.scaled_dot_product_attention(q, k, v)  # every position sees all
-            x = norm(x + F.linear(keep(mixed.transpose(1, 2).flatten(2)), w.mix_out), keep)
-        return norm(x + swiglu(x, w.mlp_in, w.mlp_out, keep), keep)
 
 
 class TRM(nn.Module):
@@ -97,7 +74,6 @@ class TRM(nn.Module):
         super().__init__()
         self.config = config
         self.compute_dtype = compute_dtype
-        self.layer = TRMLayer(config)  # made here, because torch.compile cannot make one in forward
         hidden = config.hidden
         layers = config.layers
 
@@ -112,8 +88,6 @@ class TRM(nn.Module):
             mix_out = hidden, hidden
         self.embedding = parameter(config.vocab_size, hidden)
         self.prefix = parameter(config.positions - config.cells, hidden)
-        if config.tasks:
-            self.task_vectors = parameter(config.tasks, hidden)
         self.mix_in = parameter(layers, *mix_in)
         self.mix_out = parameter(layers, *mix_out)
         self.mlp_in = parameter(layers, 2 * config.inner, hidden)
@@ -140,8 +114,6 @@ class TRM(nn.Module):
             nn.init.trunc_normal_(table, std=self.config.hidden ** -0.5, a=-2, b=2, generator=generator)
         nn.init.trunc_normal_(self.start, std=1.0, a=-2, b=2, generator=generator)
         self.prefix.zero_()
-        if self.config.tasks:
-            self.task_vectors.zero_()
         self.halt.zero_()
         self.halt_bias.fill_(-5.0)  # at first no answer seems right
         return self
@@ -159,28 +131,49 @@ class TRM(nn.Module):
         return (start.to(self.compute_dtype).expand(rows, self.config.positions, -1) for start in self.start)
 
     def forward(self, puzzle, y, z):
-        """One supervision step on puzzle (B, cells), or (B, 1 + cells) with tasks. Returns y, z, the logits of the
-        cells, fp32 (B, cells, V), and the logit that they are all right, fp32 (B,)."""
+        """One supervision step on puzzle (B, cells). Returns y, z, the logits of the cells, fp32 (B, cells, V), and the
+        logit that they are all right, fp32 (B,)."""
         config = self.config
-        stacks = Block(*(getattr(self, name) for name in Block._fields))
-        cells = self._looked_up(puzzle[:, -config.cells:], self.embedding)
+        # By a product, because the backward pass of a gather would scatter.
+        given = F.one_hot(puzzle.long(), config.vocab_size).to(self.compute_dtype)
+        cells = given @ self.embedding.to(self.compute_dtype)
         prefix = self.prefix.to(self.compute_dtype).expand(len(puzzle), -1, -1)
-        if config.tasks:
-            first = prefix[:, :1] + self._looked_up(puzzle[:, :1], self.task_vectors)
-            prefix = torch.cat([first, prefix[:, 1:]], 1)
         # (B, P, C). The tables' rows have a standard deviation of hidden^-½, so that of x is about 1, as that of the
         # start vectors.
         x = torch.cat([prefix, cells], 1) * config.hidden ** 0.5
-        rotary = self.cos.to(self.compute_dtype), self.sin.to(self.compute_dtype)
-        y, z = run_cycles(self.layer, x, y, z, stacks, rotary, config.recursions, config.cycles)
+        with torch.no_grad():
+            for _ in range(config.cycles - 1):
+                y, z = self._cycle(x, y, z)
+        y, z = self._cycle(x, y, z)
         # The cells are the last positions: (B, cells, C). Position 0 has the logit that they are all right.
         answer = y[:, config.positions - config.cells:]
         logits = F.linear(answer, self.head.to(answer.dtype)).float()
-        return y, z, logits, y[:, 0].float() @ self.halt + self.halt_bias
+        return y, z.detach(), logits, y[:, 0].float() @ self.halt + self.halt_bias
 
-    def _looked_up(self, numbers, table):
-        """Returns the rows (B, N, C) of a table, by a product: the backward pass of a gather would scatter."""
-        return F.one_hot(numbers.long(), len(table)).to(self.compute_dtype) @ table.to(self.compute_dtype)
+    def _cycle(self, x, y, z):
+        for _ in range(self.config.recursions):
+            z = self._network(z + y + x)
+        return self._network(y + z), z
+
+    def _network(self, x):
+        """f: the layers, one after the other."""
+        for weights in zip(*(getattr(self, name).to(x.dtype).unbind(0) for name in Block._fields), strict=True):
+            x = self._layer(x, Block(*weights))
+        return x
+
+    def _layer(self, x, w):
+        """Returns x (B, P, C) after a layer with the matrices of a Block. Each part is added, then normalised, without
+        gains and biases."""
+        if self.config.mixer == "mlp":
+            x = norm(x + swiglu(x.mT, w.mix_in, w.mix_out).mT)
+        else:
+            q, k, v = (split_heads(F.linear(x, weight), self.config.hidden // self.config.heads)
+                       for weight in w.mix_in.chunk(3))
+            rotary = self.cos.to(x.dtype), self.sin.to(x.dtype)
+            q, k = apply_rotary(q, *rotary), apply_rotary(k, *rotary)
+            mixed = F.scaled_dot_product_attention(q, k, v)  # every position sees all
+            x = norm(x + F.linear(mixed.transpose(1, 2).flatten(2), w.mix_out))
+        return norm(x + swiglu(x, w.mlp_in, w.mlp_out))
 
 
 @functools.cache
