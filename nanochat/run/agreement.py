@@ -1,11 +1,11 @@
-"""How all ranks agree on the step at which they stop or save, without asking the device.
+"""How all ranks agree on the step at which they stop, without asking the device.
 
-Signals and Google Cloud's metadata server ask for a stop; rank 0's clock asks for a save. All ranks must obey before
-the same step, but they are at different steps when the request comes. So they agree through a small memory-mapped file.
-Each rank reads it at fixed points of its program, its ticks: before each step and during evaluations. A request is
-published, and from then on each rank waits at its next tick. It is due at the tick after the highest that any rank has
-reached, which none has passed yet. Whoever decides that waits for no rank, so there is no deadlock, although a rank may
-need the gradients of one that waits. Without a request, a tick writes one number to memory and reads two.
+Signals and Google Cloud's metadata server ask for a stop. All ranks must obey before the same step, but they are at
+different steps when the request comes. So they agree through a small memory-mapped file. Each rank reads it at fixed
+points of its program, its ticks: before each step and during evaluations. A request is published, and from then on each
+rank waits at its next tick. It is due at the tick after the highest that any rank has reached, which none has passed
+yet. Whoever decides that waits for no rank, so there is no deadlock, although a rank may need the gradients of one that
+waits. Without a request, a tick writes one number to memory and reads one.
 
 On one host, rank 0 publishes and decides. If the run has several, their parent processes do, through their channel
 (pod.py): each publishes the request to its ranks and tells the others their highest tick.
@@ -20,16 +20,15 @@ import numpy as np
 from nanochat.run.pod import PodError
 from nanochat.run.watchdog import MAX_RANKS
 
-STOP, SAVE, PREEMPTED = 1, 2, 3  # kinds of request; PREEMPTED: stop, because the machine is about to end
+STOP, PREEMPTED = 1, 2  # kinds of request; PREEMPTED: stop, because the machine is about to end
 AGREE_TIMEOUT_S = 900
 _NEVER = 2**62
-# Offsets of the fields in the file, in numbers of 64 bits. Requests are numbered from 1. Each rank has two fields: the
-# tick it is at, and the last request whose outcome it read. _STOP_ASKED counts how often a stop was asked for.
-# _SAVE_ASKED: with several hosts, whether rank 0 asks for a save.
-_STOP_ASKED, _IS_PREEMPTED, _WAITS_FOR_MIRROR, _SAVE_ASKED, _NUMBER, _KIND, _AGREED_NUMBER, _AGREED_TICK = range(8)
-_TICK = 8
-_READ_NUMBER = _TICK + MAX_RANKS
-_END = _READ_NUMBER + MAX_RANKS
+# Offsets of the fields in the file, in numbers of 64 bits. _STOP_ASKED counts how often a stop was asked for; _KIND is
+# that of the published request, and _DUE_TICK the tick at which it is due, 0 until that is decided. Each rank has a
+# field for the tick that it is at.
+_STOP_ASKED, _IS_PREEMPTED, _WAITS_FOR_MIRROR, _KIND, _DUE_TICK = range(5)
+_TICK = 5
+_END = _TICK + MAX_RANKS
 HOLD_S = 0.01  # within which a process sees what another has written
 POLL_S = 0.1
 
@@ -73,26 +72,18 @@ class Requests:
 
     # For the process that decides
 
-    def hold(self, number, kind):
-        """Publishes the request `number` to this host's ranks, and returns the highest tick that any of them has
-        reached. None passes its next tick until `decide` says when the request is due."""
-        # The kind before the number: a rank that sees the new number reads the kind next. In the same way `decide`
-        # writes the tick before its number.
+    def hold(self, kind):
+        """Publishes the request to this host's ranks, and returns the highest tick that any of them has reached. None
+        passes its next tick until `decide` says when the request is due."""
         self.shared[_KIND] = kind
-        self.shared[_NUMBER] = number
-        # A rank writes its tick before it reads the number. So one that read the old number has written its tick, and
-        # all others stop at theirs.
+        # A rank writes its tick before it reads the kind. So one that saw no request has written its tick, and all
+        # others stop at theirs.
         time.sleep(HOLD_S)
         return int(self.shared[_TICK:_TICK + MAX_RANKS].max())
 
-    def decide(self, number, tick):
-        """Says that the request `number` is due at this tick."""
-        self.shared[_AGREED_TICK] = tick
-        self.shared[_AGREED_NUMBER] = number
-
-    def is_done(self, number, num_ranks):
-        """Returns whether all ranks of this host, `num_ranks`, have carried out the request."""
-        return int((self.shared[_READ_NUMBER:_READ_NUMBER + MAX_RANKS] >= number).sum()) >= num_ranks
+    def decide(self, tick):
+        """Says that the request is due at this tick."""
+        self.shared[_DUE_TICK] = tick
 
 
 # An example: rank 0 is before its tick 6 and rank 1 before its tick 8 when a signal comes. Rank 0 publishes the request
@@ -100,12 +91,12 @@ class Requests:
 # decision. Rank 0 finds that the highest tick is 9, and decides on 10. Rank 1 goes on to its tick 10 and stops there,
 # and so does rank 0, four ticks later. Rank 1 has waited once, for about HOLD_S, and for no step of rank 0.
 class RankAgreement:
-    """One rank's part in agreeing on when all ranks stop or save."""
+    """One rank's part in agreeing on when all ranks stop."""
 
     def __init__(self, requests, rank, world_size, spans_hosts=False, timeout_s=AGREE_TIMEOUT_S):
         """requests: the Requests of this host. spans_hosts: the ranks are on several hosts, whose parents decide.
         timeout_s: how long to wait for a decision."""
-        self.is_stopping = False  # once agreed_action has returned STOP
+        self.is_stopping = False  # from the agreed tick on
         self.is_preempted = False  # whether all ranks stop because the machine is about to end; on one host only
         self._requests = requests
         self._shared = requests.shared
@@ -114,99 +105,63 @@ class RankAgreement:
         self._spans_hosts = spans_hosts
         self._timeout_s = timeout_s
         self._tick = 0
-        self._number = 0  # of the last request whose tick is known, with its kind
-        self._kind = 0
-        self._due_tick = 0  # of that request, until it is done; 0: there is none to do
+        self._due_tick = 0  # of the request, once this rank knows it
 
-    def agreed_action(self, wants_save=False):
-        """Returns what all ranks do at this tick: STOP, SAVE or 0. All get the same answer at the same tick, provided
-        that every rank calls it at the same points of its program.
-
-        wants_save: on rank 0, whether to ask all ranks to save; ignored on other ranks. Raises TimeoutError if nobody
-        decides when a request is due.
-        """
+    def agreed_to_stop(self):
+        """Returns whether all ranks stop at this tick. All get the same answer at the same tick, provided that every
+        rank calls it at the same points of its program. Raises TimeoutError if nobody decides when a request is due."""
         self._tick += 1
         self._shared[_TICK + self._rank] = self._tick
-        if self._rank == 0:
-            if self._spans_hosts:
-                self._shared[_SAVE_ASKED] = wants_save
-            else:
-                self._decide(wants_save)
-        number = int(self._shared[_NUMBER])
-        if not self._due_tick and number > self._number:
-            self._wait_until_decided(number)
-        if self._tick != self._due_tick:
-            return 0
-        self._due_tick = 0
-        self.is_preempted = self._kind == PREEMPTED
-        self.is_stopping = self._kind != SAVE
-        if self._spans_hosts and self._rank == 0:
-            self._shared[_SAVE_ASKED] = 0
-        self._shared[_READ_NUMBER + self._rank] = self._number
-        if self.is_stopping:
-            return STOP
-        return SAVE
+        if self._rank == 0 and not self._spans_hosts:
+            self._decide()
+        if self._shared[_KIND] and not self._due_tick:
+            self._wait_until_decided()
+        if self._tick == self._due_tick:
+            self.is_stopping = True
+            self.is_preempted = self._shared[_KIND] == PREEMPTED
+        return self._tick == self._due_tick
 
     def finish(self):
         """Marks this rank's last tick: later requests have no effect."""
         # As if this rank had reached a tick that no other reaches: later requests are never due.
         self._shared[_TICK + self._rank] = _NEVER
-        self._shared[_READ_NUMBER + self._rank] = _NEVER
 
-    def _decide(self, wants_save):
-        """Publishes a request and its tick, on rank 0 of one host, if one is needed and the last one is done."""
+    def _decide(self):
+        """Publishes the request and its tick, on rank 0 of one host, if a stop was asked for."""
         requests = self._requests
-        number = int(self._shared[_NUMBER])
-        is_asked = wants_save or requests.times_asked
-        if self.is_stopping or not is_asked or not requests.is_done(number, self._world_size):
-            return
-        if not requests.times_asked:
-            kind = SAVE
-        elif requests.is_preempted:
-            kind = PREEMPTED
-        else:
-            kind = STOP
-        tick = requests.hold(number + 1, kind)
-        requests.decide(number + 1, tick + 1)
+        if requests.times_asked and not self._shared[_KIND]:
+            tick = requests.hold(PREEMPTED if requests.is_preempted else STOP)
+            requests.decide(tick + 1)
 
-    def _wait_until_decided(self, number):
+    def _wait_until_decided(self):
         deadline = time.monotonic() + self._timeout_s
-        while self._shared[_AGREED_NUMBER] < number:
+        while not self._shared[_DUE_TICK]:
             if time.monotonic() > deadline:
-                raise TimeoutError(f"rank {self._rank} waited {self._timeout_s} s for the decision on when to stop or "
-                                   "save")
+                raise TimeoutError(f"rank {self._rank} waited {self._timeout_s} s for the decision on when to stop")
             time.sleep(0.002)
-        self._number = number
-        self._kind = int(self._shared[_KIND])
-        self._due_tick = int(self._shared[_AGREED_TICK])
+        self._due_tick = int(self._shared[_DUE_TICK])
 
 
-def agree_with_hosts(pod, requests, num_ranks):
-    """Lets this host, in a thread of its parent process, agree with the others of the Pod on when all ranks stop or
-    save. requests: the Requests of this host's ranks; num_ranks: their number."""
-    threading.Thread(target=_agree_with_hosts, args=(pod, requests, num_ranks), name="agreement", daemon=True).start()
+def agree_with_hosts(pod, requests):
+    """Lets this host, in a thread of its parent process, agree with the others of the Pod on when all ranks stop.
+    requests: the Requests of this host's ranks."""
+    threading.Thread(target=_agree_with_hosts, args=(pod, requests), name="agreement", daemon=True).start()
 
 
-# All hosts make the same rounds. In each they say what their ranks ask for, and decide the same from all answers. A
-# host joins the next round once its ranks have carried out the last request: so there is one request at a time.
-def _agree_with_hosts(pod, requests, num_ranks):
-    number = 0  # of the last request
-    is_stopping = False
+# All hosts make the same rounds. In each they say what was asked of them, and decide the same from all answers.
+def _agree_with_hosts(pod, requests):
+    is_decided = False
     try:
         for rounds in itertools.count():
-            wishes = [requests.times_asked > 0, requests.is_preempted, bool(requests.shared[_SAVE_ASKED])]
+            wishes = [requests.times_asked > 0, requests.is_preempted]
             found = pod.gather(f"what they ask for ({rounds})", wishes, math.inf)
-            stop, is_preempted, save = map(any, zip(*found, strict=True))
+            stop, is_preempted = map(any, zip(*found, strict=True))
             if is_preempted:
                 requests.note_preemption()
-            if (stop or save) and not is_stopping:
-                number += 1
-                tick = requests.hold(number, STOP if stop else SAVE)
-                ticks = pod.gather(f"the tick of request {number}", tick, math.inf)
-                requests.decide(number, max(ticks) + 1)
-                is_stopping = stop
-                while not requests.is_done(number, num_ranks):
-                    time.sleep(POLL_S)
+            if stop and not is_decided:
+                ticks = pod.gather("the tick of the stop", requests.hold(STOP), math.inf)
+                requests.decide(max(ticks) + 1)
+                is_decided = True
             time.sleep(POLL_S)
     except PodError:  # the watchdog ends the run
         return

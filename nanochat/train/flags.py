@@ -1,5 +1,4 @@
 """The flags of base_train. Each group is a data class, from which the parser is made."""
-import os
 import re
 from dataclasses import asdict, dataclass, field, fields, make_dataclass, replace
 from pathlib import Path
@@ -63,7 +62,6 @@ class RunFlags:
                        "aside; docs/training.md#resume", choices=("auto", "never"))
     preflight: bool = flag(False, "compile first, and exit with status 3 if the TPU's memory is too small")
     seed: int = flag(0, "seed of the weights and of the data order", at_least=0)
-    wandb_project: str = flag(os.environ.get("WANDB_PROJECT", "nanochat"), "project in WandB")
 
     @property
     def starts_over(self):
@@ -214,11 +212,7 @@ class StartFlags:
 class RecordFlags:
     eval_every: int = flag(250, "steps between evaluations, also at the end; -1: never", at_least=1, unset=-1)
     sample_every: int = flag(1000, "steps between samples, also at the end; -1: never", at_least=1, unset=-1)
-    save_every: int = flag(1000, "steps between checkpoints, also at the end; -1: by --save_every_minutes, or never",
-                           at_least=1, unset=-1)
-    save_every_minutes: float = flag(-1.0, "minutes between checkpoints, also at the end; -1: by steps only", above=0,
-                                     unset=-1)
-    checkpoint_piece_gb: float = flag(4.0, "GB of a checkpoint's largest file; larger ones are divided", above=0)
+    save_every: int = flag(1000, "steps between checkpoints, also at the end; -1: never", at_least=1, unset=-1)
     keep_checkpoints: int = flag(3, "newest checkpoints to keep on disk", at_least=1)
     keep_every: int = flag(-1, "keep checkpoints of steps that are multiples of this; -1: none", at_least=1, unset=-1)
     checkpoint_mirror: str | None = flag(None, "gs://… or a directory for copies of checkpoints, from which a new VM "
@@ -226,13 +220,7 @@ class RecordFlags:
     log_every: int = flag(10, "steps between lines of the log", at_least=1)
     step_timeout_s: float = flag(600.0, "end the run if a step exceeds this and 20 times the median; -1: never",
                                  above=0, unset=-1)
-    max_bad_steps: int = flag(10, "end the run after this many non-finite steps in a row; -1: never", at_least=1,
-                              unset=-1)
     profile_steps: str = flag("", "BEGIN:END: trace the steps after BEGIN up to END for TensorBoard, such as 10:13")
-
-    @property
-    def saves(self):
-        return self.save_every > 0 or self.save_every_minutes > 0
 
     @property
     def kept(self):
@@ -268,6 +256,10 @@ class Gone(NamedTuple):
 
 
 GONE = {
+    "wandb_project": Gone("set $WANDB_PROJECT"),
+    "save_every_minutes": Gone("divide the minutes by the time of a step, and give --save_every=STEPS"),
+    "checkpoint_piece_gb": Gone("files have 4 GB at most: leave it out"),
+    "max_bad_steps": Gone("a run ends after 10 non-finite steps in a row: leave it out"),
     "tokenizer_threads": Gone("each rank has two threads that prefetch and tokenize: leave it out"),
 }
 

@@ -67,7 +67,7 @@ def train_on_pod(run, pod, requests):
     """Trains on this host as one of several. Returns the exit status, equal on all."""
     if pod.host.is_first:
         serve_lanes(pod, run.directory)
-    agree_with_hosts(pod, requests, num_ranks=run.plan.world_size // pod.host.count)
+    agree_with_hosts(pod, requests)
     watchdog = Watchdog(Heartbeats(run.heartbeats_file), pod)
     # The ranks of all hosts end at about the same time, but rank 0 still saves and waits for the mirror. The run's
     # status is known only after all parents have met in pod.end.

@@ -1,7 +1,7 @@
-"""A rank's contact with the processes around it: it reports that it is alive, and learns when all stop or save."""
+"""A rank's contact with the processes around it: it reports that it is alive, and learns when all stop."""
 import statistics
 
-from nanochat.run.agreement import SAVE, RankAgreement, Requests
+from nanochat.run.agreement import RankAgreement, Requests
 from nanochat.run.watchdog import Heartbeats, limit_s
 
 COMPILING_STEPS = 3  # the first steps of a process may compile
@@ -44,11 +44,11 @@ class Liveness:
         self._heartbeats.beat(self._rank, phase, step, limit_s(
             phase, self._flags.step_timeout_s, usual_s * self._flags.log_every))
 
-    def agree(self, phase, step, wants_save=False):
-        """Returns whether all ranks save now; is_stopping says whether they stop. Every rank calls it at the same
-        points of its program. wants_save: rank 0's request."""
+    def agree(self, phase, step):
+        """Lets the ranks agree whether to stop: is_stopping says so. Every rank calls it at the same points of its
+        program."""
         self.beat(phase, step)
-        return self._agreement.agreed_action(wants_save) == SAVE
+        self._agreement.agreed_to_stop()
 
     def note_step_seconds(self, seconds):
         self._step_seconds = [*self._step_seconds, seconds][-100:]

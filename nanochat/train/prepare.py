@@ -109,7 +109,7 @@ def prepare(flags, device_type, make_task, pod=None):
     # New files, by this process alone and before a rank opens them: an earlier process's stop must not stop this one.
     Requests(directory / REQUESTS_FILE, create=True)
     Heartbeats(directory / HEARTBEATS_FILE, create=True)
-    if flags.record.saves:
+    if flags.record.save_every > 0:
         on_disk.check_renaming(directory)
         # Another host than the first holds only the checkpoint that it fetches.
         on_disk.check_disk_space(directory, task.state_bytes(), 2 if is_first else 1, flags.run.starts_over)

@@ -1,11 +1,10 @@
 """The checkpoints of a running run: every rank hands over its part, and rank 0 writes them in the background."""
 import hashlib
 import shutil
-import time
 from pathlib import Path
 
 from nanochat.checkpoint import rounded, saver
-from nanochat.checkpoint.pieces import Layout
+from nanochat.checkpoint.pieces import PIECE_BYTES, Layout
 from nanochat.checkpoint.uploader import Uploader
 from nanochat.common import say
 from nanochat.device.collectives import thread_barrier
@@ -22,10 +21,7 @@ class Saves:
         record = run.flags.record
         self._run_dir = run.directory
         self._dist = dist
-        self._every_minutes = record.save_every_minutes
-        self._piece_bytes = round(record.checkpoint_piece_gb * 1e9)
         self._saved_step = step
-        self._saved_at = time.monotonic()
         self._log = log
         self._num_lanes = run.task.num_lanes
         self._may_round = bool(run.mirror) and not run.link  # on one host only
@@ -50,10 +46,6 @@ class Saves:
             options = saver.SaveOptions(record.kept)
             self._saver = saver.Saver(run.directory, self._num_lanes, options, step, self._uploader, log)
 
-    def wants_save(self):
-        """Whether --save_every_minutes have passed since the last checkpoint, by this rank's clock."""
-        return 0 < self._every_minutes <= (time.monotonic() - self._saved_at) / 60
-
     def check(self):
         """Raises the error of the last checkpoint in the background, if there is one."""
         if self._saver:
@@ -68,13 +60,12 @@ class Saves:
         lane_states: of this rank's lanes; training: the TrainingStep; meta: the Meta, on rank 0. is_preempted: the VM
         ends within seconds, so the mirror gets the state in its rounded form first.
         """
-        self._saved_at = time.monotonic()
         is_new = step != self._saved_step
         is_rounded = is_preempted and self._may_round and step != self._rounded_step
         if not is_new and not is_rounded:
             return
         # Every rank computes the same layout from the same sizes, and so knows its files.
-        layout = Layout.of(*training.sizes(), rounded.PIECE_BYTES if is_rounded else self._piece_bytes)
+        layout = Layout.of(*training.sizes(), rounded.PIECE_BYTES if is_rounded else PIECE_BYTES)
         mine = layout.tensors_of(self._dist.local_rank, self._dist.num_local) if self._saver else ()
         state = training.host_state(mine)  # every rank must call it: it gathers the tensors from all
         if is_rounded:

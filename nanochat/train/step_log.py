@@ -42,6 +42,10 @@ def summarise(results, averaged):
 
 # A step leaves its measurements on the device, as one tensor, and the next one begins. Those of --log_every steps are
 # fetched together. So nobody knows of a bad step before the next line, and the device must refuse its update by itself.
+
+MAX_BAD_STEPS = 10  # non-finite ones in a row, after which a run ends
+
+
 class StepLog:
     """The steps of a rank since the last console line; on rank 0 also metrics.jsonl, the console and WandB."""
 
@@ -68,7 +72,8 @@ class StepLog:
         if flags.run == "dummy" or os.environ.get("WANDB_MODE") == "disabled":
             return None
         mesh = self._training.optimizer.mesh.as_dict()  # the flags lack it if the environment or "auto" chose it
-        return WandbLog(project=flags.wandb_project, name=flags.run, id=self.wandb_id, dir=str(run.directory),
+        project = os.environ.get("WANDB_PROJECT") or "nanochat"
+        return WandbLog(project=project, name=flags.run, id=self.wandb_id, dir=str(run.directory),
                         config=run.flags.as_dict() | {"mesh": mesh})
 
     def begin_step(self):
@@ -163,9 +168,8 @@ class StepLog:
 # rank, with equal results. Too many in a row end the run, and the batch of the first is written for inspection.
 class NonfiniteSteps:
     """Counts a run's non-finite steps."""
-    def __init__(self, limit, total=0, in_a_row=0):
-        """limit: how many in a row are too many (0 or less: no limit); the rest: the counts of a resumed run."""
-        self.limit = limit
+    def __init__(self, total=0, in_a_row=0):
+        """The counts of a resumed run."""
         self.total = total
         self.in_a_row = in_a_row
         self._first_step = None  # the first in a row, and its rows
@@ -192,7 +196,7 @@ class NonfiniteSteps:
 
     @property
     def are_too_many(self):
-        return 0 < self.limit <= self.in_a_row
+        return self.in_a_row >= MAX_BAD_STEPS
 
     def write_first_batch(self, run_dir, rank):
         """Writes this rank's rows, int32 (rows, T + 1), of the first of the non-finite steps in a row.

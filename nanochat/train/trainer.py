@@ -47,19 +47,17 @@ class Trainer:
         self.is_validation_finite = True
         self.log = StepLog(run, dist, self.training, self.nonfinite, self.step, meta)
         self.saves = Saves(run, dist, self.step, self.log)
-        self.save_is_asked = False
 
     def restore(self, meta):
         """Continues from the Meta of a checkpoint, or begins a run if it is None. The inverse of `meta`."""
-        limit = self.run.flags.record.max_bad_steps
         if meta is None:
             self.step = self.task.first_step
             self.interruptions = 0
-            self.nonfinite = NonfiniteSteps(limit)
+            self.nonfinite = NonfiniteSteps()
             self.goodput = Goodput()
             return
         self.step = meta.step
-        self.nonfinite = NonfiniteSteps(limit, **meta.nonfinite_steps)
+        self.nonfinite = NonfiniteSteps(**meta.nonfinite_steps)
         restore_rng(meta.rng)
         # The time since a pause is nobody's loss: the run was told to stop, or had ended. After a kill or a preemption
         # the time since the checkpoint is lost: nothing ran, or ran steps that are trained again.
@@ -93,7 +91,7 @@ class Trainer:
         # Non-finite steps do not change the weights, so a series of them saves none, unless the run ends there.
         while True:
             self.agree("step")
-            due = events_due(events, record, self.step, first_step, self.run.plan.num_iterations, self.save_is_asked,
+            due = events_due(events, record, self.step, first_step, self.run.plan.num_iterations,
                              self.liveness.is_stopping)
             if due.log:
                 self.write_log()
@@ -122,10 +120,10 @@ class Trainer:
         self.profile.after_step(self.step)
 
     def agree(self, phase):
-        """Lets the ranks agree whether to save or stop, and returns whether all stop. Every rank calls it at the same
-        points of the program."""
+        """Lets the ranks agree whether to stop, and returns whether all do. Every rank calls it at the same points of
+        the program."""
         self.saves.check()
-        self.save_is_asked |= self.liveness.agree(phase, self.step, self.saves.wants_save())
+        self.liveness.agree(phase, self.step)
         return self.liveness.is_stopping
 
     def write_log(self):
@@ -139,7 +137,6 @@ class Trainer:
     def save(self):
         """Begins to save a checkpoint of this step."""
         self.liveness.beat("save", self.step)
-        self.save_is_asked = False
         with self.goodput.span("save"):
             meta = self.meta() if self.dist.rank == 0 else None
             self.saves.save(self.step, self.batches.state, self.training, meta, self.liveness.stops_preempted)
@@ -184,7 +181,7 @@ class Trainer:
     def report_nonfinite(self):
         """Reports too many non-finite steps, and writes the batch of the first."""
         path = self.nonfinite.write_first_batch(self.run.directory, self.dist.rank)
-        advice = "they were before the checkpoint: to try more, raise --max_bad_steps, or give it -1"
+        advice = "they were before the checkpoint: go on from an earlier one, or with lower learning rates"
         if path:
             advice = f"the batch of the first is in {path}"
         print0(f"error: {self.nonfinite.in_a_row} steps in a row had a non-finite loss or gradient: the run "
@@ -213,11 +210,11 @@ class EventsDue:
     end: bool
 
 
-def events_due(events, record, step, first_step, num_iterations, save_is_asked, is_stopping):
+def events_due(events, record, step, first_step, num_iterations, is_stopping):
     """Returns the EventsDue after `step` optimizer steps.
 
-    events: the task's; record: the RecordFlags; first_step: where this process began; save_is_asked: all ranks have
-    agreed to save; is_stopping: all have agreed to stop, which includes a save.
+    events: the task's; record: the RecordFlags; first_step: where this process began; is_stopping: all ranks have
+    agreed to stop, which includes a save.
     """
     is_last = step >= num_iterations
 
@@ -226,7 +223,7 @@ def events_due(events, record, step, first_step, num_iterations, save_is_asked, 
 
     # The first step of a process has its own line, because it compiles. A line comes before every save and event, whose
     # time must not count as a step's.
-    save = save_is_asked or is_stopping or is_due(record.save_every) or (is_last and record.saves)
+    save = is_stopping or is_due(record.save_every)
     due = []
     for event in events:
         may_run = step > 0 or event.is_due_at_start

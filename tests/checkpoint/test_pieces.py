@@ -240,18 +240,20 @@ def test_a_process_killed_at_any_moment_leaves_only_whole_checkpoints(tmp_path):
 
 GATHERS_COLUMNS = """
 import nanochat.model.parts
+import nanochat.train.saves
 from nanochat.common import run_script
 from scripts.base_train import main
 nanochat.model.parts.GATHER_BYTES = 5000
+nanochat.train.saves.PIECE_BYTES = 30_000
 run_script(main)
 """
-SMALL = "--checkpoint_piece_gb=3e-5", "--kernel=chunked", "--depth=3", "--save_every=3", "--log_every=1"
+SMALL = "--kernel=chunked", "--depth=3", "--save_every=3", "--log_every=1"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("devices, mesh", [(4, ()), (2, ("--mesh_fsdp=2",))], ids=["data", "fsdp"])
 def test_a_run_saves_in_pieces_what_it_saves_whole_and_resumes_bit_for_bit(train, devices, mesh):
-    whole = train(*SMALL, *mesh, "--checkpoint_piece_gb=4", run="whole", devices=devices)
+    whole = train(*SMALL, *mesh, run="whole", devices=devices)
     divided = train(*SMALL, *mesh, run="divided", devices=devices, new_process=("-c", GATHERS_COLUMNS))
     assert divided.losses == whole.losses
     folder = get_base_dir() / "checkpoints"
@@ -264,12 +266,12 @@ def test_a_run_saves_in_pieces_what_it_saves_whole_and_resumes_bit_for_bit(train
     before = {name: (last / name).read_bytes() for name in names(last) if name.endswith(".safetensors")}
     shutil.rmtree(last)
     (folder / "divided" / ".finished").unlink()
-    resumed = train(*SMALL, *mesh, run="divided", devices=devices)
+    resumed = train(*SMALL, *mesh, run="divided", devices=devices, new_process=("-c", GATHERS_COLUMNS))
     step = json.loads((first / "meta.json").read_text())["step"]
     assert {s: loss for s, loss in whole.losses.items() if s > step} == \
         {s: loss for s, loss in resumed.losses.items() if s > step}
     assert before == {name: (last / name).read_bytes() for name in before}
     shutil.rmtree(last)
     (folder / "divided" / ".finished").unlink()
-    alone = train(*SMALL, "--checkpoint_piece_gb=4", run="divided", devices=1)  # on one device, and whole again
+    alone = train(*SMALL, run="divided", devices=1)  # on one device, and whole again
     assert alone.losses[6] == pytest.approx(whole.losses[6], rel=1e-5) and OPTIMIZER in names(last)

@@ -1,4 +1,4 @@
-"""What hosts agree on: that they are alike, the checkpoint to resume, and the tick at which all ranks stop or save."""
+"""What hosts agree on: that they are alike, the checkpoint to resume, and the tick at which all ranks stop."""
 import time
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from nanochat.checkpoint.pieces import load_checkpoint
 from nanochat.checkpoint.saver import save_checkpoint, save_lane_states
 from nanochat.common import BadInput
 from nanochat.run import transfer
-from nanochat.run.agreement import SAVE, STOP, RankAgreement, Requests, agree_with_hosts
+from nanochat.run.agreement import RankAgreement, Requests, agree_with_hosts
 from nanochat.run.hosts import code_version, describe, require_alike
 from nanochat.run.pod import PodError
 from nanochat.run.transfer import agree_on_checkpoint, send_lanes, serve_lanes
@@ -42,7 +42,7 @@ def test_another_line_of_code_is_another_version(tmp_path):
     assert len({own, first, code_version(tmp_path)}) == 3
 
 
-# Stopping and saving
+# Stopping
 
 
 def run_ranks_of_hosts(pods, tmp_path, program, ranks=2):
@@ -52,7 +52,7 @@ def run_ranks_of_hosts(pods, tmp_path, program, ranks=2):
     for pod in pods:
         parents.append(Requests(tmp_path / f"requests_{pod.host.index}", create=True))
     for pod in pods:
-        agree_with_hosts(pod, parents[pod.host.index], ranks)
+        agree_with_hosts(pod, parents[pod.host.index])
     numbers = list(range(ranks * len(pods)))
 
     def run(number):
@@ -68,27 +68,21 @@ def run_ranks_of_hosts(pods, tmp_path, program, ranks=2):
 
 
 @pytest.mark.parametrize("stopped", [0, 5])
-def test_ranks_of_all_hosts_save_and_stop_at_the_same_ticks(tmp_path, stopped):
-    """Nothing synchronises the ranks, so one may be hundreds of ticks ahead of another. After three saves, a stop is
-    asked for on the first host or on the last, while saves are."""
+def test_ranks_of_all_hosts_stop_at_the_same_tick(tmp_path, stopped):
+    """Nothing synchronises the ranks, so one may be hundreds of ticks ahead of another. The stop is asked for on the
+    first host or on the last."""
     with joined_pods(3) as pods:
         def program(rank, agreement, parent):
-            random, done, wants_save = np.random.default_rng(rank), [], False
+            random = np.random.default_rng(rank)
             for tick in range(100_000):
-                if rank == stopped and len(done) == 3 and not parent.times_asked:
+                if rank == stopped and tick == 200:
                     parent.ask_to_stop()
-                wants_save |= random.random() < 0.05
-                if kind := agreement.agreed_action(wants_save):
-                    done.append((tick, kind))
-                    wants_save = False
-                if agreement.is_stopping:
-                    return done
+                if agreement.agreed_to_stop():
+                    return tick
                 time.sleep(random.uniform(0, 0.0001) * (rank + 1))
 
         results = run_ranks_of_hosts(pods, tmp_path, program)
-        assert all(done == results[0] for done in results.values())
-        kinds = [kind for _, kind in results[0]]
-        assert kinds[-1] == STOP and SAVE in kinds and kinds.count(STOP) == 1
+        assert len(set(results.values())) == 1 and results[0] > 200
 
 
 def test_ranks_that_wait_for_gradients_of_other_hosts_still_agree(tmp_path):
@@ -98,8 +92,7 @@ def test_ranks_that_wait_for_gradients_of_other_hosts_still_agree(tmp_path):
         def program(rank, agreement, parent):
             random = np.random.default_rng(rank)
             for tick in range(1, 100_000):
-                kind = agreement.agreed_action(wants_save=random.random() < 0.5)
-                if kind == STOP:
+                if agreement.agreed_to_stop():
                     return tick
                 wait_for_gradients(ticks, rank, tick, ahead=2, together=3)
                 time.sleep(random.uniform(0, 0.002))
@@ -115,22 +108,22 @@ def test_a_stop_before_the_first_tick_stops_at_it_and_one_after_the_last_has_no_
         def early(rank, agreement, parent):
             parent.ask_to_stop()
             time.sleep(0.5 * (rank % 2))
-            while not agreement.agreed_action():
+            while not agreement.agreed_to_stop():
                 time.sleep(0.01)
             return agreement._tick
 
         assert len(set(run_ranks_of_hosts(pods, tmp_path, early).values())) == 1
     with joined_pods(2) as pods:
         def late(rank, agreement, parent):
-            kinds = [agreement.agreed_action() for _ in range(5)]
+            stops = [agreement.agreed_to_stop() for _ in range(5)]
             if rank == 1:  # it has no further tick, but the others have
                 agreement.finish()
                 parent.ask_to_stop()
             else:
                 time.sleep(0.5)
-                kinds += [agreement.agreed_action()]
+                stops += [agreement.agreed_to_stop()]
             agreement.finish()
-            return kinds
+            return stops
 
         assert not any(map(any, run_ranks_of_hosts(pods, tmp_path, late).values()))
 

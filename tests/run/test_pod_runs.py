@@ -25,7 +25,7 @@ LIMITS = PodLimits()
 END_S = LIMITS.lost_s + LIMITS.grace_s + 60  # what docs/pods.md promises, and a minute because this machine may be busy
 ADDRESSES = ("10.77.0.1", "10.77.0.2", "10.77.0.3")
 DISK_BYTES = 8 * 2**20
-LONG = ("--num_iterations=100000", "--eval_every=-1", "--save_every_minutes=0.02", "--keep_checkpoints=2")
+LONG = ("--num_iterations=100000", "--eval_every=-1", "--save_every=10", "--keep_checkpoints=2")
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from nanochat.checkpoint.meta import load_meta
-from nanochat.run.agreement import SAVE, STOP, RankAgreement, Requests
+from nanochat.run.agreement import STOP, RankAgreement, Requests
 from nanochat.run.stopping import EXIT_STATUS, stop_on_preemption_notice
 from nanochat.run.watchdog import Heartbeats
 from nanochat.train.flags import Flags
@@ -46,27 +46,23 @@ def run_ranks(path, program, ranks=8):
 
 
 @pytest.mark.parametrize("is_preempted", [False, True])
-def test_ranks_that_run_at_their_own_pace_save_and_stop_at_the_same_ticks(tmp_path, is_preempted):
+def test_ranks_that_run_at_their_own_pace_stop_at_the_same_tick(tmp_path, is_preempted):
     """Nothing synchronises the ranks, so one may be hundreds of ticks ahead of another."""
     path = tmp_path / "requests"
     parent = Requests(path, create=True)
 
     def program(rank, agreement):
-        random, done = np.random.default_rng(rank), []
+        random = np.random.default_rng(rank)
         for tick in range(100_000):
             if rank == 3 and tick == 300:
                 parent.ask_to_stop(is_preempted)
-            if kind := agreement.agreed_action(wants_save=random.random() < 0.02):
-                done.append((tick, kind))
-            if agreement.is_stopping:
+            if agreement.agreed_to_stop():
                 parent.note_preemption()  # too late for all ranks to learn of it
-                return [*done, agreement.is_preempted]
+                return tick, agreement.is_preempted
             time.sleep(random.uniform(0, 0.0005) * (rank + 1))
 
     results = run_ranks(path, program)
-    assert all(done == results[0] for done in results.values()) and results[0].pop() == is_preempted
-    kinds = [kind for _, kind in results[0]]
-    assert kinds[-1] == STOP and SAVE in kinds and kinds.count(STOP) == 1
+    assert len(set(results.values())) == 1 and results[0][1] == is_preempted
 
 
 def test_ranks_that_wait_for_each_others_gradients_do_not_wait_for_each_others_answers(tmp_path):
@@ -78,8 +74,7 @@ def test_ranks_that_wait_for_each_others_gradients_do_not_wait_for_each_others_a
     def program(rank, agreement):
         random = np.random.default_rng(rank)
         for tick in range(1, 100_000):
-            kind = agreement.agreed_action(wants_save=random.random() < 0.1)
-            if kind == STOP:
+            if agreement.agreed_to_stop():
                 return tick
             wait_for_gradients(ticks, rank, tick, ahead=4, together=5)
             time.sleep(random.uniform(0, 0.001))
@@ -94,24 +89,24 @@ def test_a_stop_that_is_asked_for_after_the_last_tick_of_one_rank_has_no_effect(
     parent = Requests(path, create=True)
 
     def program(rank, agreement):
-        kinds = [agreement.agreed_action() for _ in range(5)]
+        stops = [agreement.agreed_to_stop() for _ in range(5)]
         if rank == 1:  # it has no further tick, but the others have
             agreement.finish()
             parent.ask_to_stop()
         else:
             time.sleep(0.2)
-            kinds += [agreement.agreed_action()]
+            stops += [agreement.agreed_to_stop()]
         agreement.finish()
-        return kinds
+        return stops
 
-    assert all(not any(kinds) for kinds in run_ranks(path, program, ranks=3).values())
+    assert all(not any(stops) for stops in run_ranks(path, program, ranks=3).values())
 
 
 def test_a_rank_waits_no_longer_than_its_limit_for_a_decision(tmp_path):
     requests = Requests(tmp_path / "requests", create=True)
-    requests.hold(1, STOP)  # and then rank 0 dies
+    requests.hold(STOP)  # and then rank 0 dies
     with pytest.raises(TimeoutError, match="rank 1 waited 0.1 s for the decision"):
-        RankAgreement(requests, 1, 3, timeout_s=0.1).agreed_action()
+        RankAgreement(requests, 1, 3, timeout_s=0.1).agreed_to_stop()
 
 
 @pytest.mark.parametrize("key, answers", [
@@ -142,7 +137,7 @@ def test_a_notice_of_the_metadata_server_asks_for_a_stop(tmp_path, monkeypatch, 
         server.shutdown()
     agreement = RankAgreement(requests, 0, 1)
     deadline = time.monotonic() + 30
-    while agreement.agreed_action() != STOP:
+    while not agreement.agreed_to_stop():
         assert time.monotonic() < deadline, "the request has no effect"
         time.sleep(0.01)
     assert requests.is_preempted  # so the time until another VM goes on is lost

@@ -34,7 +34,7 @@ def test_no_learning_rate_is_negative_or_above_its_own(step, num_iterations, con
 
 
 @given(record=st.builds(LanguageRecordFlags, save_every=EVERY, eval_every=EVERY, sample_every=EVERY,
-                        code_eval_every=EVERY, log_every=EVERY, save_every_minutes=st.sampled_from((-1.0, 10.0))),
+                        code_eval_every=EVERY, log_every=EVERY),
        first_step=st.integers(0, 250), horizons=st.lists(st.integers(1, 200), min_size=1, max_size=4),
        stop_after=st.integers(0, 120))
 @settings(max_examples=300)
@@ -46,14 +46,14 @@ def test_every_process_ends_at_its_horizon_and_saves_what_it_has_trained(record,
         begun_at = step = saved
         for _ in range(1000):
             is_stopping = number < len(horizons) - 1 and step == begun_at + stop_after
-            due = events_due(events, record, step, begun_at, horizon, save_is_asked=False, is_stopping=is_stopping)
+            due = events_due(events, record, step, begun_at, horizon, is_stopping=is_stopping)
             assert due.log or not (due.save or due.events)
             saved = step if due.save else saved
             if due.end:
                 break
             step += 1
         assert due.end and step <= max(begun_at, horizon), "it trains past its horizon"
-        assert saved == step or record.save_every == record.save_every_minutes == -1
+        assert saved == step or record.save_every == -1
         if not is_stopping:
             assert step == max(begun_at, horizon)
             assert (events[0] in due.events) == (record.eval_every > 0)

@@ -56,9 +56,3 @@ def test_the_state_that_a_run_resumes_from_is_not_saved_again(saves, tmp_path):
     saver = saves(step=3)
     save(saver, 3)
     assert saver.finish(lambda: False) and not list_checkpoints(tmp_path)
-
-
-def test_a_save_is_wanted_after_some_minutes_if_they_are_given(saves):
-    assert not saves().wants_save() and not saves(save_every_minutes=60.0).wants_save()
-    saver = saves(save_every_minutes=1e-9)
-    assert saver.wants_save() and saver.mirror_behind_s() is None

@@ -38,7 +38,7 @@ def make_log(directory, rank=0, run="dummy"):
     optimizer = SimpleNamespace(mesh=SimpleNamespace(as_dict=dict),
                                 rules=Rules({}, 0.0, 0.0, OptimConfig(warmup_steps=0), 10))
     training = SimpleNamespace(optimizer=optimizer, observer=Observer(dist), sums={"loss": None, "exact": None})
-    return StepLog(run, dist, training, NonfiniteSteps(10), first_step=0)
+    return StepLog(run, dist, training, NonfiniteSteps(), first_step=0)
 
 
 def add(log, *values):
@@ -98,17 +98,18 @@ def test_steps_that_are_not_finite_are_counted_and_told_on_every_rank(tmp_path, 
 
 
 def test_the_batch_of_the_first_of_the_steps_in_a_row_is_written(tmp_path):
-    steps = NonfiniteSteps(limit=2)
-    for step, loss in enumerate((math.nan, 1.0, math.inf, math.nan), start=1):
+    steps = NonfiniteSteps()
+    for step, loss in enumerate((math.nan, 1.0, math.inf, *[math.nan] * 9), start=1):
+        assert not steps.are_too_many
         assert steps.add(step, loss, 1.0, [torch.full((2, 3), step)]) == (not math.isfinite(loss))
-    assert steps.are_too_many and steps.counts() == {"total": 3, "in_a_row": 2}
+    assert steps.are_too_many and steps.counts() == {"total": 11, "in_a_row": 10}
     directory = steps.write_first_batch(tmp_path, rank=1)
     assert directory.name == "bad_step_000003"
     assert np.load(directory / "rank_001.npy").tolist() == [[3, 3, 3], [3, 3, 3]]
 
 
-def test_a_run_that_resumes_with_a_lower_limit_than_its_count_ends_without_a_batch(tmp_path):
-    steps = NonfiniteSteps(limit=3, total=5, in_a_row=5)
+def test_a_run_that_resumes_after_too_many_ends_without_a_batch(tmp_path):
+    steps = NonfiniteSteps(total=15, in_a_row=10)
     assert steps.are_too_many and steps.write_first_batch(tmp_path, rank=0) is None
 
 
