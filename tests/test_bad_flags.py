@@ -36,15 +36,13 @@ LAUNCHED = ["spawn", "Trainer"]  # of nanochat.train.launch
 WORK = {
     "ablate": ["run_all"], "adapt": ["run_module"], "base_eval": ["DataLoader"],
     "base_train": ["spawn", "Trainer", "run_preflight"],
-    "bench.checkpoint": ["make_state"], "bench.generate": ["make_model"], "bench.host": ["Training"],
-    "bench.kernels": ["measure"], "bench.loader": ["compare_all"],
-    "bench.schedule": ["measure"], "bench.serve": ["get_context"], "bench.train": ["Training"],
-    "bench.clean": ["choose_texts"], "bench.replay": ["load_completer"], "code_eval": ["Judge"],
+    "bench.kernels": ["measure"], "bench.loader": ["compare_all"], "bench.train": ["Training"], "code_eval": ["Judge"],
     "demo": ["run"], "eval_table": ["run_module"], "export": ["load_model"], "generate": ["Engine"],
     "import_nanochat": ["read_weights"], "lsp": ["run"], "prepare_data": ["prepare"],
     "prepare_puzzles": ["make_splits"], "puzzle_train": LAUNCHED, "report": ["summarise"],
     "serve": ["load_completer"], "solve": ["Judge"], "tok_eval": ["find_entrants"], "tok_train": ["choose_texts"],
-    "tpu_advice": ["advise"], "tpu_preflight": ["prepare"]}
+    "tpu_advice": ["advise"], "tpu_preflight": ["prepare"],
+    "dev.bench_replay": ["load_completer"], "dev.bench_serve": ["get_context"]}
 
 ODD = ["", " ", "-", "--", "=", "nan", "inf", "-inf", "-0", "0", "-1", "1e400", "9" * 30, "9" * 5000, "٣", "²", "1_0",
        "0x10", " 7 ", "1e3", "True", "\udcff\udcfe", "é", "a" * 300, "x" * 5000, ",", ":", "1:2", "5:1", "1:2,0:3", "%",
@@ -99,7 +97,7 @@ def in_folder(folder):
 def test_bad_flags_are_one_line_that_names_what_is_wrong(name, corpus_dir, byte_tokenizer_dir, base_dir, tmp_path,
                                                          monkeypatch, request):
     """With 100 command lines; with 30 where only the quick tests run."""
-    module = importlib.import_module(f"scripts.{name}")
+    module = importlib.import_module(name if name.startswith("dev.") else f"scripts.{name}")
     if name == "lsp":
         pytest.importorskip("pygls")
     (tmp_path / "FILE").write_text("text")
@@ -123,10 +121,10 @@ def test_bad_flags_are_one_line_that_names_what_is_wrong(name, corpus_dir, byte_
                   f"--val_dir={corpus_dir}/val"],
         "base_train": [f"--tokenizer_dir={byte_tokenizer_dir}", f"--data_dir={corpus_dir}/train", "--device_type=cpu",
                        f"--val_dir={corpus_dir}/val", "--depth=1", "--max_seq_len=32", "--total_batch_size=256"],
-        "bench.kernels": ["--accelerator=v6e-1"], "bench.schedule": ["--accelerator=v6e-1"],
-        "bench.serve": [f"--data_dir={tmp_path}/documents"],
-        "bench.replay": [f"--checkpoint={trained}", f"--tokenizer_dir={byte_tokenizer_dir}", "--device_type=cpu",
-                         f"--data_dir={tmp_path}/documents"],
+        "bench.kernels": ["--accelerator=v6e-1"],
+        "dev.bench_serve": [f"--data_dir={tmp_path}/documents"],
+        "dev.bench_replay": [f"--checkpoint={trained}", f"--tokenizer_dir={byte_tokenizer_dir}", "--device_type=cpu",
+                             f"--data_dir={tmp_path}/documents"],
         "puzzle_train": [f"--data_dir={made_puzzles}", "--device_type=cpu", "--hidden=8", "--heads=2"],
         "tpu_preflight": ["--accelerator=v6e-4", f"--tokenizer_dir={byte_tokenizer_dir}"],
         "base_eval": [f"--checkpoint={trained}", f"--data_dir={corpus_dir}/val", "--device_type=cpu",
@@ -142,7 +140,6 @@ def test_bad_flags_are_one_line_that_names_what_is_wrong(name, corpus_dir, byte_
         "solve": [f"--checkpoint={trained}", f"--tokenizer_dir={byte_tokenizer_dir}", "--device_type=cpu",
                   "--prompt=int f(int x) {"],
         "prepare_data": ["--source=mine"], "tok_train": [f"--data_dir={corpus_dir}/train"],
-        "bench.clean": [f"--data_dir={corpus_dir}/val"],
         "bench.loader": [f"--data_dir={corpus_dir}/train", f"--tokenizer_dir={byte_tokenizer_dir}"],
         "tok_eval": [f"--data_dir={corpus_dir}/val", f"--tokenizer_dir={byte_tokenizer_dir}"]}.get(name, [])
     (tmp_path / "mine").mkdir()
@@ -197,7 +194,8 @@ def outcome_of(module, work, argv):
 
 
 def test_no_script_is_left_out():
-    folder = Path(__file__).parent.parent / "scripts"
+    root = Path(__file__).parent.parent
+    folder = root / "scripts"
     scripts = {path.stem for path in folder.glob("[a-z]*.py")} | {f"bench.{name}" for name in bench.NAMES}
-    assert scripts == WORK.keys()
+    assert scripts | {f"dev.{path.stem}" for path in root.glob("dev/bench_*.py")} == WORK.keys()
     assert {path.stem for path in folder.glob("bench/[a-z]*.py")} == {*bench.NAMES, "rounds"}

@@ -30,6 +30,7 @@ LOGS = sorted(f"dev/log/{path.name}" for path in (ROOT / "dev" / "log").glob("*.
 WITHOUT_COMMANDS = ("CHANGELOG.md", "docs/design.md")
 SCRIPTS = [f"scripts/{path.name}" for path in sorted((ROOT / "scripts").glob("[a-z]*.py"))]
 SCRIPTS += [f"scripts/bench/{name}.py" for name in bench.NAMES]
+SCRIPTS += sorted(f"dev/{path.name}" for path in (ROOT / "dev").glob("bench_*.py"))
 HELPS = [*SCRIPTS,
          *sorted(f"deploy/{path.name}" for path in (ROOT / "deploy").glob("*.sh"))]
 # Programs that are not of this project: their arguments are not checked.
@@ -126,7 +127,7 @@ def problem_of_command(words):
 
 
 def problem_of_module(module, *arguments):
-    if not module.startswith(("scripts.", "tests.")):
+    if not module.startswith(("scripts.", "tests.", "dev.bench_")):
         return None if module == "pytest" else f"no module {module}"
     if module == "scripts.bench":
         module = "scripts.bench.__main__"

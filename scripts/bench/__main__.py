@@ -3,15 +3,8 @@
     python3 -m scripts.bench NAME
 
     train       training on this CPU: PyTorch's kernels, this project's, XLA
-    host        host time of an optimizer step, kernel by kernel
     loader      the loader beside the tokenizer alone, with fill in the middle, and its packing beside best fit
-    checkpoint  how long a save holds the training loop, and until it is safe
-    generate    completion on this CPU: prompt, tokens, drafts
-    serve       how long an editor waits for a completion
-    replay      characters that completions save a person who types
-    clean       MB of C++ a second that prepare_data cleans, filter by filter
     kernels     cycles of the attention kernels on a TPU, beside their bound
-    schedule    cycles of products of known size on a TPU, beside their bound
 
 --help behind a NAME lists the flags of that bench.
 """
@@ -20,7 +13,7 @@ import sys
 
 from nanochat.common import BadInput, run_script
 
-NAMES = ("train", "host", "loader", "clean", "checkpoint", "generate", "serve", "replay", "kernels", "schedule")
+NAMES = ("train", "loader", "kernels")
 
 
 def main(argv=None):

@@ -6,7 +6,6 @@ import pytest
 
 from nanochat.common import BadInput
 from nanochat.corpus.filters import EXAMPLES, FILTERS, Code, is_permissive, parse_filters, replace_emails
-from scripts.bench.clean import main as bench
 from tests.corpus.projects import cpp, make_project, prepare, read, stack_rows, write_table
 
 RNG = random.Random(1)
@@ -113,9 +112,3 @@ def test_unknown_filters_are_named_and_a_page_of_somebody_else_stays(tmp_path):
     (tmp_path / "out" / "filters.html").write_text("mine")
     with pytest.raises(BadInput, match="filters.html is not of a corpus: move it away"):
         prepare(tmp_path / "out", f"--projects_dir={tmp_path / 'in'}", "--filters=data")
-
-
-def test_the_bench_measures_every_filter(tmp_path, corpus_dir, capsys):
-    bench([f"--data_dir={corpus_dir}/val", "--megabytes=1"])
-    lines = capsys.readouterr().out.splitlines()
-    assert {line.split()[0] for line in lines} > FILTERS.keys() and re.search(r"all of these +[\d.]+ MB/s", lines[-1])

@@ -6,6 +6,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from dev.bench_replay import read_pieces
 from nanochat.analysis.eval_rows import GapRows, ProjectRows, require_packed
 from nanochat.checkpoint.saver import save_checkpoint
 from nanochat.common import BadInput
@@ -14,7 +15,6 @@ from nanochat.data.projects import encode_document, require_files
 from nanochat.data.shards import TextFlags, TextPiece, list_shards, open_shards
 from nanochat.data.tokenizer import load_tokenizer
 from scripts import base_eval
-from scripts.bench.generate import read_pieces
 from tests.checkpoint.states import make_meta
 from tests.corpus.projects import cpp, prepare, read, shard_hashes
 from tests.data.documents import open_loader

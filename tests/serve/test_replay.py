@@ -1,7 +1,7 @@
 """The bench that types held-out files again with completions."""
+from dev import bench_replay as replay
+from dev.bench_replay import Block, Person
 from nanochat.data.shards import TextPiece
-from scripts.bench import replay
-from scripts.bench.replay import Block, Person
 from tests.corpus.projects import cpp, prepare, write_table
 from tests.serve.conftest import SOURCE
 

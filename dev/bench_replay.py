@@ -1,6 +1,6 @@
 """Measures how many characters completions save a person who types C++:
 
-    python3 -m scripts.bench replay --checkpoint=RUN --quantize=int8 --data_dir=some/parquet
+    python3 -m dev.bench_replay --checkpoint=RUN --quantize=int8 --data_dir=some/parquet
 
 A script removes blocks of lines from held-out files, and types them again as a person would: it makes mistakes and
 deletes them, pauses, and jumps from block to block. At each pause it asks for a completion, as an editor does. It
@@ -19,14 +19,13 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from nanochat.checkpoint.on_disk import find_checkpoint
-from nanochat.common import flag, read_flags
-from nanochat.data.projects import files_of
-from nanochat.data.shards import TextFlags
+from nanochat.common import BadInput, flag, read_flags, run_script
+from nanochat.data.projects import files_of, require_files
+from nanochat.data.shards import TextFlags, open_text, whole_pieces
 from nanochat.device.ranks import compute_cleanup, compute_init, prepare_xla_environment
 from nanochat.infer.load import ModelFlags, resolve_inference_device_type
 from nanochat.infer.sample import Sampling
 from nanochat.serve.completer import Options, copied, is_word, load_completer
-from scripts.bench.generate import read_pieces
 
 # Pauses before a key: the medians inside of a word and elsewhere, and the deviation of the logarithm.
 PAUSE_IN_WORD_S = 0.15
@@ -51,6 +50,17 @@ class Block:
     text: str
     after: str
     others: tuple = ()
+
+
+def read_pieces(flags, least_characters):
+    """Returns the TextPieces in the first shards of TextFlags that have so many characters. Raises BadInput if none
+    has."""
+    shards = open_text(flags)[:4]
+    require_files(shards, "this benchmark")
+    pieces = [piece for piece in whole_pieces(shards) if len(piece.text.strip()) > least_characters]
+    if not pieces:
+        raise BadInput(f"--data_dir={flags.data_dir} has no document of {least_characters} characters: name another")
+    return pieces
 
 
 def choose_blocks(pieces, flags):
@@ -196,3 +206,7 @@ def main(argv=None):
         print(f"  {kind}: {model.saved[kind] / model.num_characters:.1%} of all characters saved, "
               f"{model.accepted[kind]} of {number} accepted")
     compute_cleanup(dist)
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -1,6 +1,6 @@
 """Measures how long an editor waits for a completion: a server on this CPU, to which text is typed:
 
-    python3 -m scripts.bench serve --data_dir=some/parquet
+    python3 -m dev.bench_serve --data_dir=some/parquet
 
 The server computes in 8 bits, with random weights, in a process of its own. The bench types at random places of
 documents of --data_dir, and asks for 16 tokens after each character, as llama.vim does. It prints the wall time of the
@@ -14,13 +14,19 @@ import time
 from dataclasses import dataclass
 from multiprocessing import get_context, parent_process
 
-from nanochat.common import BadInput, end_with_parent, flag, read_flags
+import torch
+
+from dev.bench_replay import read_pieces
+from nanochat.common import BadInput, end_with_parent, flag, read_flags, run_script
 from nanochat.data.shards import TextFlags
 from nanochat.data.tokenizer import load_tokenizer
+from nanochat.device.ranks import Dist
 from nanochat.infer.engine import Engine
 from nanochat.infer.quantize import Int8GPT
+from nanochat.kernels.choose import get_kernels
+from nanochat.model.config import GPTConfig
+from nanochat.model.gpt import GPT
 from nanochat.serve.completer import Completer
-from scripts.bench.generate import CPU, make_model, read_pieces
 
 START_TIMEOUT_S = 600
 REQUEST_TIMEOUT_S = 60
@@ -35,6 +41,15 @@ class Flags(TextFlags):
     characters: int = flag(15, "characters typed in each", at_least=2, at_most=1000)
 
 
+def make_model(flags, vocab_size):
+    """Returns a GPT of random weights."""
+    config = GPTConfig(n_layer=flags.depth, vocab_size=vocab_size, max_seq_len=flags.max_seq_len)
+    model = GPT(config, get_kernels("current", "cpu")).init_weights()
+    for matrix in (model.attn_o, model.mlp_out, model.lm_head):  # zero, or nearly, before training
+        torch.nn.init.normal_(matrix, 0.0, 0.02)
+    return model.eval().requires_grad_(False)
+
+
 def run_server(flags, sender):
     """Serves in this process until its parent ends. Sends the port."""
     end_with_parent(parent_process().pid)
@@ -46,7 +61,7 @@ def run_server(flags, sender):
         return
     tokenizer = load_tokenizer()
     model = Int8GPT(make_model(flags, tokenizer.n_vocab))
-    completer = Completer(Engine(model, tokenizer, CPU), True, copies=False)
+    completer = Completer(Engine(model, tokenizer, Dist("cpu", torch.device("cpu"))), True, copies=False)
     listening = listen("127.0.0.1", 0)
     sender.send(listening.getsockname()[1])
     app = make_app(Server(completer, name="random", max_tokens=TOKENS, timeout_s=REQUEST_TIMEOUT_S))
@@ -115,3 +130,7 @@ def main(argv=None):
     finally:
         server.terminate()
         server.join(10)
+
+
+if __name__ == "__main__":
+    run_script(main)
