@@ -5,16 +5,13 @@
 
 It replaces an existing export only with --force. An incomplete one never has the name --out.
 """
-import importlib.util
 import os
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
 
-from nanochat.analysis import figures
 from nanochat.analysis.history import read_run
 from nanochat.checkpoint.on_disk import MODEL, find_checkpoint
 from nanochat.common import BadInput, expand_path, flag, is_disk_full, not_empty, read_flags, run_script
@@ -53,7 +50,7 @@ def main(argv=None):
         raise BadInput(f"--out={out} and the checkpoint {path} overlap: name another place")
     model_bytes = sum(file.stat().st_size for file in path.glob(f"{Path(MODEL).stem}*.safetensors"))
     try:
-        # A tenth more than the weights, for the tokenizer, the card and the curve.
+        # A tenth more than the weights, for the tokenizer and the card.
         with export.new_place(out, flags.force, 1.1 * model_bytes) as folder:
             model, tokenizer, meta = load_model(path, Dist("cpu", torch.device("cpu")),
                                                 tokenizer_dir=flags.tokenizer_dir)
@@ -61,11 +58,9 @@ def main(argv=None):
             if flags.format == "safetensors":
                 export.write_safetensors(folder, model, meta)
             else:
-                run = metrics_until(path, meta.step)
                 card = model_card.write_card(
-                    path.parent.name, model, tokenizer, meta, run=run,
-                    manifest=manifest or model_card.find_manifest(meta), is_scaled=export.is_scaled(model),
-                    curve=run and draw_curve(run, folder / export.CURVE))
+                    path.parent.name, model, meta, run=metrics_until(path, meta.step),
+                    manifest=manifest or model_card.find_manifest(meta), is_scaled=export.is_scaled(model))
                 export.write_for_transformers(folder, model, tokenizer, card)
     except (OSError, UnicodeError, SafetensorError) as error:
         if is_disk_full(error):
@@ -85,14 +80,6 @@ def metrics_until(path, step):
         return None
     records = [record for record in run.records if record["step"] <= step]
     return replace(run, records=records) if records else None
-
-
-def draw_curve(run, path):
-    """Draws the curve of the run and returns the picture's name, or None without matplotlib or without records."""
-    if not importlib.util.find_spec("matplotlib"):
-        return None
-    panels = [partial(lines.draw, [run]) for lines in (figures.LOSS, figures.VALIDATION) if lines.is_shown([run])]
-    return figures.save_figure(path, run.name, panels).name if panels else None
 
 
 if __name__ == "__main__":

@@ -24,8 +24,7 @@ from nanochat.model.tiny import require_unchanged
 CODE = "modeling_nanochat_scaled"
 MODEL = "model.safetensors"
 CARD = "README.md"
-CURVE = "curve.png"
-FILES = {MODEL, CARD, CURVE, SUMS, f"{CODE}.py", "config.json", "generation_config.json", "tokenizer.json",
+FILES = {MODEL, CARD, SUMS, f"{CODE}.py", "config.json", "generation_config.json", "tokenizer.json",
          "tokenizer_config.json"}
 # The names of a layer's weights in transformers, for those of weights.WEIGHTS.
 LAYER_NAMES = {"resid_scale": "resid_scale", "x0_scale": "x0_scale",

@@ -1,6 +1,5 @@
-"""The model card of an exported checkpoint, README.md: the model's architecture, data, metrics and limits. All of it
-comes from the checkpoint, the metrics of its run and the manifest of its corpus; the rest is called unknown.
-model_card.jinja is its text."""
+"""The model card of an exported checkpoint, README.md. All of it comes from the checkpoint, the metrics of its run and
+the manifest of its corpus; the rest is called unknown."""
 import json
 from collections import Counter
 from dataclasses import fields
@@ -10,21 +9,65 @@ from nanochat.common import BadInput, get_base_dir, read_named
 from nanochat.data.shards import DEFAULT_DIRS, fingerprint, open_text, saved_text_flags
 from nanochat.model.config import CONFIG_FLAGS
 from nanochat.model.rates import OptimConfig
-from nanochat.record.page import fill
 
 MANIFEST = "manifest.json"  # of scripts/prepare_data.py
-CURVE_ROWS = 20
 # The flags of the training, without those of the machine, its folders and accounts.
 RECIPE = (*CONFIG_FLAGS, "num_iterations", "target_flops", "target_param_data_ratio", "total_batch_size",
           "seq_len_ramp", "fim_rate", "fim_context", "compute_dtype", "products", "seed",
           *(field.name for field in fields(OptimConfig)))
+OTHER_MODELS = ("teacher", "init_from", "decay_from")  # flags that name one
+OF_TEACHER = ("kd_weight", "kd_temperature")
+SHOWN = {"val_bpb": "validation, bits per byte", "fim_bpb": "middles, bits per byte", "loss": "loss, nats a token"}
+CARD = """\
+---
+library_name: transformers
+pipeline_tag: text-generation
+tags: [code, cpp]
+---
+
+# {name}
+
+A base model of {parameters:,} parameters for C and C++, pre-trained with nanochat-tpu (step {step:,}): {architecture}.
+Besides: rotary positions, QK-norm, ReLU², RMSNorm without parameters, a byte-level BPE, weights in fp32.
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer  # 5.23.0 is tested
+
+folder = "."  # where this file is
+tokenizer = AutoTokenizer.from_pretrained(folder{trust})
+model = AutoModelForCausalLM.from_pretrained(folder{trust})
+inputs = tokenizer("int main(int argc", return_tensors="pt")
+print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0]))
+```
+
+- `trust_remote_code=True`, where it stands, runs this folder's code for what transformers' own NanoChat lacks.
+- Fill in the middle: `<|fim_prefix|>text before<|fim_suffix|>text after<|fim_middle|>`. `<|file_sep|>` ends the middle.
+  The share of documents that had this form in training: {fim_rate:g}.
+- Metrics at the end: {metrics}.
+- Tokenizer: sha256 `{tokenizer_sha256}`. Recipe:
+
+```
+{command}
+```
+
+## Data
+
+{data}
+
+## Limits
+
+- It continues text of at most {max_seq_len:,} tokens, and was not tuned to follow instructions.
+- It imitates its training code, mistakes and insecure habits included. Its output needs review, a compiler and tests.
+- It may repeat text of its training, to which that text's licence applies.
+- The person who publishes these weights must state their licence: nothing here states it.
+"""
 
 
 def read_manifest(path):
     """Returns the manifest of a corpus. Raises BadInput for any other file."""
     try:
         manifest = json.loads(read_named("manifest", path))
-        _data_of(manifest)  # fails for anything else
+        describe_data(manifest)  # fails for anything else
         return manifest
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise BadInput(f"--manifest={path} is not the {MANIFEST} of a corpus, which prepare_data writes") from None
@@ -42,76 +85,54 @@ def find_manifest(meta):
         return None
 
 
-def write_card(name, model, tokenizer, meta, *, run, manifest, is_scaled, curve):
-    """Returns the text of the card. run: the History up to the checkpoint; curve: the name of its picture; is_scaled:
-    whether the folder has its own modeling file. run, manifest and curve may be None."""
-    return fill(
-        Path(__file__).with_name("model_card.jinja"), name=name, config=model.config, meta=meta,
-        parameters=sum(p.numel() for p in model.parameters()), is_imported=not meta.flags, is_scaled=is_scaled,
-        has_middles="<|fim_middle|>" in tokenizer.special_tokens, data=manifest and _data_of(manifest), cell=_cell,
-        number="{:,}".format, command=_command(meta), metrics=run and _metrics(run), curve=curve)
+def write_card(name, model, meta, *, run, manifest, is_scaled):
+    """Returns the text of the card. run: the History up to the checkpoint, or None; manifest: of its corpus, or None;
+    is_scaled: whether the folder has its own modeling file."""
+    data = f"Unknown: the manifest of the corpus was missing at the export. Fingerprint: `{meta.data_fingerprint}`."
+    return CARD.format(
+        name=name, parameters=sum(p.numel() for p in model.parameters()), step=meta.step,
+        architecture=model.config.describe(), max_seq_len=model.config.max_seq_len,
+        trust=", trust_remote_code=True" if is_scaled else "", fim_rate=meta.flags.get("fim_rate", 0),
+        metrics=describe_metrics(run) if run else "unknown", tokenizer_sha256=meta.tokenizer_sha256,
+        command=describe_recipe(meta), data=describe_data(manifest) if manifest else data)
 
 
-def _data_of(manifest):
-    """Returns what the card says of the data, a dict."""
+def describe_data(manifest):
+    """Returns the text about the corpus: its files, their sources, and the licences that these state."""
     # A source is listed if training read it: not a project that was held out, and of a data set the part that was not.
-    val = set(manifest.get("val_projects") or ())
-    divided = [source["name"] for source in manifest["sources"] if source.get("held_out_documents")]
-    licences = Counter()
-    sources = []
+    held_out = set(manifest.get("val_projects") or ())
+    rows = ["| source | version | files | licences, duplicates included |", "|---|---|---|---|"]
     for source in manifest["sources"]:
-        if source.get("project", source["name"]) not in val:
-            # A part of a data set may be held out.
-            own = Counter(source["licences"]) - Counter(source.get("held_out_licences"))
-            licences += own
-            cells = [source["name"], source.get("version") or "", _trained_on(source, "documents"),
-                     _trained_on(source, "bytes"), ", ".join(own)]
-            sources.append(" | ".join(map(_cell, cells)))
+        if source.get("project", source["name"]) not in held_out:
+            licences = Counter(source["licences"]) - Counter(source.get("held_out_licences"))
+            files = source.get("documents", 0) - source.get("held_out_documents", 0)
+            stated = ", ".join(f"{licence}: {count:,}" for licence, count in licences.most_common())
+            cells = [source["name"], source.get("version") or "", f"{files:,}", stated]
+            rows.append(f"| {' | '.join(map(cell, cells))} |")
     total = (manifest.get("totals") or {}).get(Path(DEFAULT_DIRS["train"]).name, {})
     num_files = total.get("files", total.get("documents", 0))  # with --pack=project a document is not one file
-    return {"num_files": num_files, "nbytes": total.get("bytes", 0), "sources": sources,
-            "licences": licences.most_common(), "held_out": {"whole projects": val, "parts of data sets": divided}}
+    return "\n".join([f"{num_files:,} files with {total.get('bytes', 0):,} bytes, without exact and near duplicates.",
+                      f"Projects held out: {cell(', '.join(sorted(held_out))) or 'none'}.", "", *rows])
 
 
-def _trained_on(source, what):
-    """Returns how many documents or bytes of a source were not held out, as text."""
-    return f"{source.get(what, 0) - source.get(f'held_out_{what}', 0):,}"
-
-
-def _cell(text):
+def cell(text):
     """Returns the text as a cell of a table."""
     return " ".join(str(text).replace("|", "\\|").split())
 
 
-def _command(meta):
-    """Returns the command that trained the model, as text."""
+def describe_recipe(meta):
+    """Returns the command that trained the model. Of another model it names the run and the step, and no folders."""
     command = ["base_train"]
-    for name in RECIPE:
+    for name in (*RECIPE, *OTHER_MODELS, *(OF_TEACHER if meta.flags.get("teacher") else ())):
         value = meta.flags.get(name)
         if value is True:
             command.append(f"--{name}")
         elif value is not False and value not in (None, "", -1):  # which stand for a flag that was not given
-            command.append(f"--{name}={value}")
+            shown = "/".join(Path(value).parts[-2:]) if name in OTHER_MODELS else value
+            command.append(f"--{name}={shown}")
     return " ".join(command)
 
 
-def _metrics(run):
-    """Returns the rows of the table of metrics, lists of texts, the names of the columns first; [] without any."""
-    shown = {"val_bpb": "validation, bits per byte", "fim_bpb": "middles, bits per byte", "loss": "loss, nats a token"}
-    columns = {}  # {name: {step: text}}
-    for name in shown:
-        steps, values = run.series(name)
-        if len(steps):
-            columns[name] = dict(zip(steps, map("{:.4f}".format, values), strict=True))
-    measured = run.series("fim_bytes")[1]
-    if len(measured):
-        shown["fim_bpb"] += f" (of {int(measured[-1]):,} bytes)"
-    if not columns:
-        return []
-    steps = sorted(next(iter(columns.values())))
-    # CURVE_ROWS steps at equal distances with the first and the last one, or all if there are fewer.
-    kept = sorted({steps[round(i * (len(steps) - 1) / (CURVE_ROWS - 1))] for i in range(CURVE_ROWS)})
-    rows = [["step", "tokens", *(shown[name] for name in columns)]]
-    for step, tokens in zip(kept, run.work(kept), strict=True):
-        rows.append([f"{step:,}", f"{tokens:,.0f}", *(texts.get(step, "") for texts in columns.values())])
-    return rows
+def describe_metrics(run):
+    found = {text: run.last(name) for name, text in SHOWN.items()}
+    return ", ".join(f"{text} {value:.4f}" for text, value in found.items() if value is not None) or "none"

@@ -7,5 +7,4 @@ from nanochat.model.config import GPTConfig
 
 def card_of(meta, manifest=None):
     model = SimpleNamespace(parameters=lambda: [], config=GPTConfig())
-    return write_card("a_run", model, SimpleNamespace(special_tokens={}), meta, run=None, manifest=manifest,
-                      is_scaled=False, curve=None)
+    return write_card("a_run", model, meta, run=None, manifest=manifest, is_scaled=False)
