@@ -46,7 +46,6 @@ class How:
     options: layers.LayerOptions
     attention: AttentionByHand
     sharding: Sharding = WHOLE
-    keeps_qkv: bool = True  # otherwise the backward pass computes q, k and v again
     products: Plain | Int8 = Plain()
 
     def saved(self):
@@ -54,9 +53,7 @@ class How:
         width) each but log_sums and scales: q, k and v; y, attention's output; h, the hidden units after ReLU, before
         they are squared; x_mid, between attention and MLP, if ranks along tensor would have to sum it again; log_sums,
         see AttentionByHand."""
-        dtypes = {}
-        if self.keeps_qkv:
-            dtypes |= {"q": None, "k": None, "v": None}
+        dtypes = {"q": None, "k": None, "v": None}
         dtypes |= self.products.stacks_of("y") | self.products.stacks_of("h")
         if self.sharding.tensor_groups:
             dtypes["x_mid"] = None
@@ -120,17 +117,9 @@ def _forward(how, x, index, saved, given):
     x_in = _mixed(x, given)
     scale = _reciprocal_rms(x_in)
     read = _queries_keys_values(how, x_in, scale, weights, given.value())
-    # Attention reads its operands from stacks, at the slot `at`. If q, k and v are not kept, each is a stack of one
-    # slot.
-    if how.keeps_qkv:
-        at = index
-        for name, tensor in zip("qkv", read, strict=True):
-            saved[name] = put(saved[name], index, tensor, use_from_memory=True)
-        q, k, v = saved["q"], saved["k"], saved["v"]
-    else:
-        at = torch.zeros_like(index)
-        q, k, v = (tensor[None] for tensor in read)
-    y, log_sums = how.attention.forward(q, k, v, at, given.window, *given.tables)
+    for name, tensor in zip("qkv", read, strict=True):
+        saved[name] = put(saved[name], index, tensor, use_from_memory=True)
+    y, log_sums = how.attention.forward(saved["q"], saved["k"], saved["v"], index, given.window, *given.tables)
     y = products.operand(y)
     attended = how.sharding.sum(products.linear(y, weights.attn_o).to(x.dtype))
     gate = layers.gate_of(how.options, weights, layers.ATTENTION, x_in, scale)
@@ -224,16 +213,8 @@ def _attention_backward(how, index, saved, x_in, y, d_y, given):
     weights = given.weights
     value = given.value()
     scale = _reciprocal_rms(x_in)
-    log_sums = saved.get("log_sums")
-    if how.keeps_qkv:
-        at = index
-        q, k, v = saved["q"], saved["k"], saved["v"]
-    else:
-        at = torch.zeros_like(index)
-        q, k, v = (product[None] for product in _queries_keys_values(how, x_in, scale, weights, value))
-        if log_sums is not None:
-            log_sums = take(log_sums, index)[None]
-    d_q, d_k, d_v = how.attention.backward(q, k, v, at, given.window, log_sums, d_y, *given.tables)
+    d_q, d_k, d_v = how.attention.backward(saved["q"], saved["k"], saved["v"], index, given.window,
+                                           saved.get("log_sums"), d_y, *given.tables)
     if how.options.key_shift:
         d_k = layers.shift_keys_backward(d_k, how.options.head_dim)
     gate = layers.gate_of(how.options, weights, layers.VALUES, x_in, scale)
@@ -243,7 +224,7 @@ def _attention_backward(how, index, saved, x_in, y, d_y, given):
     d_normed = how.sharding.sum(d_normed.to(d_y.dtype))
     d_scaled = scale * d_normed
     if how.options.layer_gates:
-        v = take(v, at).float()
+        v = take(saved["v"], index).float()
         # `gate_backward` needs a sum over each gate's output × its gradient. At attention's gate, y × d_y has the same
         # sum, because attn_o is linear. Ranks along tensor have other heads, so their sums add up.
         gated_product = v if value is None else v - value

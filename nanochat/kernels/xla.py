@@ -41,7 +41,7 @@ def get_kernels(name, interpret, sharding, chunk_tokens, products):
         if name == "flash":
             attention = _pallas_attention(interpret, *chip, sizes)
         in_layer = products if torch.is_grad_enabled() else Plain()
-        how = How(options, attention, sharding, keeps_qkv=recompute != "qkv", products=in_layer)
+        how = How(options, attention, sharding, in_layer)
         layer = gpt_layer_for_loop(how)
         if name == "flash" and layer.by_hand:
             rotary = _pallas_tables(*rotary)

@@ -85,7 +85,7 @@ class GPT(nn.Module):
 
     def __init__(self, config, kernels, compute_dtype=torch.float32, activation_checkpointing="none"):
         """kernels: layers.Kernels; compute_dtype: of activations and products; activation_checkpointing: one of
-        layers.RECOMPUTED, and not "qkv" if the kernels run one layer after the other."""
+        layers.RECOMPUTED."""
         super().__init__()
         self.config = config
         self.options = layers.LayerOptions.of(config)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 NORM_EPS = torch.finfo(torch.float32).eps  # for every dtype
 IGNORE_INDEX = -1  # a target with this value has no loss
-RECOMPUTED = ("none", "qkv", "all")  # the parts of a layer that the backward pass computes again
+RECOMPUTED = ("none", "all")  # what the backward pass of a layer computes again
 
 
 @dataclass(frozen=True)

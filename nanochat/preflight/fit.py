@@ -40,10 +40,7 @@ def search(own, flags, kernel, say):
             trial = flags.replace(device_batch_size=batch_size, total_batch_size=-1, activation_checkpointing=setting)
             return try_run(own, trial, {"micro_step"})
 
-        settings = RECOMPUTED
-        if kernel == "current":
-            settings = ("none", "all")
-        found["find_batch"] = find_batch(try_batch, flags.batch.device_batch_size, settings, say)
+        found["find_batch"] = find_batch(try_batch, flags.batch.device_batch_size, RECOMPUTED, say)
     return found
 
 

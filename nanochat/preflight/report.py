@@ -133,7 +133,7 @@ def advice(report):
     suggestions = []
     if report["kernel"] == "current" and found & {"attention scores", "logits"}:
         suggestions.append("--kernel=flash")
-    if flags["activation_checkpointing"] in ("none", "qkv") and found & {
+    if flags["activation_checkpointing"] == "none" and found & {
             "activations", "activations of all layers", "attention scores", ""}:
         suggestions.append("--activation_checkpointing=all")
     if flags["device_batch_size"] > 1:

@@ -99,8 +99,8 @@ class KernelFlags(DeviceFlags):
     products: str = flag("bfloat16", "layers and loss multiply in compute_dtype (bfloat16) or 8-bit integers (int8); "
                          "docs/training.md#products-in-8-bits", choices=("bfloat16", "int8"))
     activation_checkpointing: str = flag(
-        "none", "activations that the backward pass recomputes, which saves memory: none, qkv, all; without a value: "
-        "all; docs/training.md#activation-checkpointing", choices=RECOMPUTED, nargs="?", const="all")
+        "none", "activations that the backward pass recomputes, which saves memory: none, all; without a value: all; "
+        " docs/training.md#activation-checkpointing", choices=RECOMPUTED, nargs="?", const="all")
     gradient_sums: str = flag("float32", "dtype in which chips exchange gradients (XLA): bfloat16 halves the traffic, "
                               "with rounding", choices=("float32", "bfloat16"))
     mesh_data: int = flag(-1, "chips along the mesh's axis data, which hold equal weights; -1: the remaining chips; "

@@ -79,7 +79,7 @@ def estimate_memory(flags, config, parameters, mesh):
     # or once for those that --activation_checkpointing recomputes.
     width = size * tokens * config.n_embd
     kv_width = size * tokens * config.n_kv_head * config.head_dim
-    again = {"none": 0, "qkv": width + 2 * kv_width, "all": 6 * width + 2 * kv_width}
+    again = {"none": 0, "all": 6 * width + 2 * kv_width}
     again = again[flags.devices.activation_checkpointing]
     layers = config.n_layer * (7 * width + 2 * kv_width - again) + again
     values = 2 * kv_width * config.num_values  # with gradients

@@ -157,10 +157,6 @@ def plan_sharding(devices, device_type):
 def plan_kernel(devices, config, device_type, mesh):
     """Returns the name of the kernels, for DeviceFlags. Raises BadInput if they cannot run this model here."""
     kernels = get_kernels(devices.kernel, device_type, Sharding.of_mesh(mesh), products=devices.products)
-    if devices.activation_checkpointing == "qkv" and not kernels.run_layers:
-        raise BadInput(f"--activation_checkpointing=qkv needs layers that run as a loop on XLA, and "
-                       f"--kernel={kernels.name} has none on {device_type}: give all, or --kernel=flash or chunked on "
-                       "tpu or xla")
     require_shapes(kernels.name, config, device_type)
     return kernels.name
 

@@ -105,7 +105,7 @@ def by_definition(products):
     return trained("current", "xla", products)
 
 
-@pytest.mark.parametrize("recompute", ["none", "qkv", "all"])
+@pytest.mark.parametrize("recompute", ["none", "all"])
 def test_the_layer_by_hand_is_the_definition(recompute):
     # Before the CPU's: autograd starts its threads once, for the devices that exist, and XLA's come later.
     loss, gradients = trained("chunked", "xla", "int8", recompute)

@@ -83,9 +83,9 @@ def assert_same(found, expected):
 
 @pytest.mark.parametrize("windows", [None, (3, 2, 6)])
 @pytest.mark.parametrize("options", [PLAIN, ALL])
-@pytest.mark.parametrize("way", ["by definition", "by hand", "input only", "without qkv"])
+@pytest.mark.parametrize("way", ["by definition", "by hand", "input only"])
 def test_the_loop_gives_the_gradients_of_autograd_by_definition_and_by_hand(way, options, windows):
-    layer = gpt_layer_for_loop(How(options, PYTORCH_ATTENTION, keeps_qkv=way != "without qkv"))
+    layer = gpt_layer_for_loop(How(options, PYTORCH_ATTENTION))
     assert layer.by_hand
     if way == "by definition":
         layer = Layer(layer.forward)

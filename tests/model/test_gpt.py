@@ -125,8 +125,7 @@ def test_gradients_agree_with_finite_differences(kernel, monkeypatch):
 
 
 KERNELS = [*((kernel, device_type, setting) for setting in ("none", "all") for kernel, device_type in (
-               ("current", "cpu"), ("chunked", "cpu"), ("current", "xla"), ("chunked", "xla"), ("flash", "xla"))),
-           ("chunked", "xla", "qkv"), ("flash", "xla", "qkv")]
+               ("current", "cpu"), ("chunked", "cpu"), ("current", "xla"), ("chunked", "xla"), ("flash", "xla")))]
 MODELS = [(15.0, "off"), (0.0, "own"), (15.0, "shared")]
 
 

@@ -94,7 +94,7 @@ def test_value_embeddings_and_ngrams_are_divided_too(train, reference, tokenizer
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fsdp, tensor, more", [(1, 2, ("--activation_checkpointing=qkv",)),
+@pytest.mark.parametrize("fsdp, tensor, more", [(1, 2, ()),
                                                 (2, 2, ("--num_kv_heads=2", "--value_embeddings=own"))])
 def test_gates_are_whole_and_learn_from_what_all_ranks_compute(train, reference, tokenizer_dir, fsdp, tensor, more):
     flags = (*CHUNKED, *LOWER_RATES, f"--tokenizer_dir={tokenizer_dir}", "--layer_gates=on", "--num_iterations=3",

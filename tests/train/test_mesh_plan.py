@@ -31,12 +31,10 @@ def plan_on(monkeypatch):
 @pytest.mark.parametrize("accelerator, flags, micro_step, update", [
     ("v5litepod-8", "--depth=16", 6.99, 3.63),
     ("v5litepod-8", "--depth=16 --device_batch_size=32", 14.2, None),
-    ("v5litepod-8", "--depth=16 --device_batch_size=48 --activation_checkpointing=qkv", 15.09, None),
     ("v5litepod-8", "--depth=16 --device_batch_size=128 --activation_checkpointing", 15.5, None),
     ("v5litepod-8", "--depth=16 --max_seq_len=16384 --device_batch_size=1", 9.60, None),
     ("v6e-4", "--depth=16 --max_seq_len=2048", 9.91, None),
     ("v6e-4", "--depth=16 --max_seq_len=2048 --device_batch_size=32", 26.0, None),
-    ("v6e-4", "--depth=16 --max_seq_len=2048 --device_batch_size=48 --activation_checkpointing=qkv", 27.78, None),
     ("v6e-4", "--depth=16 --max_seq_len=2048 --device_batch_size=64 --activation_checkpointing", 17.4, None),
     ("v5litepod-8", "--depth=32 --max_seq_len=2048 --device_batch_size=4 --activation_checkpointing", 15.66, 19.96),
     ("v5litepod-8", "--depth=16 --mesh_fsdp=2", 7.85, 2.53),
