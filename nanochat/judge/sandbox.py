@@ -87,7 +87,8 @@ class Sandbox:
             command = [*inside(cgroup), *less_privileged(), *bubblewrap(info_of_child, box), *FIRST_PROCESS,
                        *limited(limits), *command]
             try:
-                process = start(command, outputs, [info_of_child, *descriptors])
+                process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=outputs[0], stderr=outputs[1],
+                                           start_new_session=True, pass_fds=[info_of_child, *descriptors])
             finally:
                 os.close(info_of_child)
 
@@ -196,12 +197,6 @@ def limited(limits):
     """Returns the beginning of a command with `limits`."""
     return ["prlimit", f"--cpu={limits.cpu_s}:{limits.cpu_s + 1}", f"--as={limits.memory_bytes}", "--core=0",
             f"--fsize={limits.file_bytes}", f"--nproc={limits.processes}", "--nofile=64", "--"]
-
-
-def start(command, outputs, descriptors):
-    """Starts a command. outputs: files for its standard output and standard error; descriptors: others that it gets."""
-    return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=outputs[0], stderr=outputs[1],
-                            start_new_session=True, pass_fds=descriptors)
 
 
 # The limit of a file holds for the outputs, too: a program that writes without end is ended by the kernel.
