@@ -27,7 +27,6 @@ from nanochat.analysis.summary import format_table
 from nanochat.analysis.trials import read_trials, require_same_flags
 from nanochat.common import expand_path, flag, get_base_dir, locked, read_flags, require_writable_dir, run_script
 from nanochat.device import tpu
-from nanochat.judge.problems import other_problems
 from nanochat.record.metrics import format_count
 
 BASE_TRAIN = [sys.executable, "-m", "scripts.base_train"]
@@ -93,8 +92,6 @@ def main(argv=None):
     accelerator = flags.accelerator and tpu.parse_accelerator(flags.accelerator).accelerator
     # All runs are checked before the first one trains: errors come now, and not after hours.
     for trial in trials:
-        if trial.seed == trials[0].seed:
-            other_problems(trial.flags.record)
         require_same_flags(trial)
         if trial.is_finished():
             curve_of(trial)

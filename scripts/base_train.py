@@ -12,13 +12,10 @@ docs/training.md says more.
 """
 # No line at module level touches the XLA runtime: each chip needs a process of its own, which starts it.
 import sys
-from functools import partial
 
 from nanochat.common import BadInput, run_script
 from nanochat.device import tpu
 from nanochat.device.ranks import resolve_device_type
-from nanochat.judge.code_eval import evaluate_code
-from nanochat.judge.problems import other_problems
 from nanochat.run.hosts import this_host
 from nanochat.run.processes import started_module
 from nanochat.train.flags import parse_flags
@@ -31,14 +28,13 @@ from nanochat.train.start import kept_flags
 def main(argv=None):
     flags = parse_flags(argv, __doc__)
     device_type = resolve_device_type(flags.devices.device_type)
-    others = other_problems(flags.record)
     if flags.run.preflight:
         this_host(device_type)  # a pod that is not whole is refused first; and the preflight learns its type
         given = sys.argv[1:] if argv is None else argv
         status = run_preflight([*given, *kept_flags(flags, run_directory(flags))])
         if status:
             return status
-    return launch(flags, device_type, partial(make_task, judge_code=partial(evaluate_code, others=others)))
+    return launch(flags, device_type, make_task)
 
 
 def run_preflight(argv):

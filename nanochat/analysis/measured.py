@@ -11,7 +11,7 @@ from nanochat.model.config import CONFIG_FLAGS
 PACKAGES = ("torch", "torch_xla", "libtpu", "jax")
 # Flags that change a step's time or memory. The preflight must have the values of the run.
 OF_THE_PROGRAMS = (*CONFIG_FLAGS, "device_batch_size", "total_batch_size", "seq_len_ramp", "kernel", "compute_dtype",
-                   "activation_checkpointing", "products", "shard_optimizer", "gradient_sums", "teacher")
+                   "activation_checkpointing", "products", "shard_optimizer", "teacher")
 
 
 def read_preflight(path):

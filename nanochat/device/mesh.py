@@ -9,7 +9,7 @@ import math
 import os
 import re
 from bisect import bisect_left
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from nanochat.common import BadInput
 
@@ -28,7 +28,6 @@ class Mesh:
     data: int = 1
     fsdp: int = 1
     tensor: int = 1
-    reason: str = field(default="", compare=False, repr=False)  # why --mesh_fsdp=auto chose it
 
     @property
     def chips(self):
@@ -87,27 +86,28 @@ def all_meshes(chips, tensor=1):
     return found
 
 
-def make_mesh(data, fsdp, tensor, chips, environment=os.environ):
-    """Returns the Mesh of `chips` chips for --mesh_data, --mesh_fsdp and --mesh_tensor; data = -1: the remaining chips.
-    Raises BadInput if the product is another number of chips.
+def make_mesh(fsdp, tensor, chips, environment=os.environ):
+    """Returns the Mesh of `chips` chips for --mesh_fsdp and --mesh_tensor; the remaining chips are along data. Raises
+    BadInput if the product is another number of chips.
 
-    If all three have their defaults, TPU_MESH_CONFIG counts: "4,2" for example, the chips along the axes in
+    If both are 1, TPU_MESH_CONFIG counts: "4,2" for example, the chips along the axes in
     TPU_AXIS_NAMES, by default data,fsdp,tensor.
     """
-    source = f"--mesh_data={data} --mesh_fsdp={fsdp} --mesh_tensor={tensor}"
-    if (data, fsdp, tensor) == (-1, 1, 1) and environment.get("TPU_MESH_CONFIG"):
+    data = None
+    source = f"--mesh_fsdp={fsdp} --mesh_tensor={tensor}"
+    if (fsdp, tensor) == (1, 1) and environment.get("TPU_MESH_CONFIG"):
         config = environment["TPU_MESH_CONFIG"]
         names = environment.get("TPU_AXIS_NAMES") or ",".join(AXES)
         data, fsdp, tensor = _read_environment(config, names)
         source = f"TPU_MESH_CONFIG={config} with TPU_AXIS_NAMES={names}"
     others = fsdp * tensor
-    if data == -1 and chips % others == 0:
+    if data is None and chips % others == 0:
         data = chips // others
-    if data * others != chips:
+    if data is None or data * others != chips:
         instead = f"{divisors_in_words(chips, tensor)} along tensor"
         if chips % tensor == 0:
             instead = f"{divisors_in_words(chips // tensor, fsdp)} along fsdp"
-        raise BadInput(f"{source} are {'?' if data == -1 else data} × {fsdp} × {tensor} chips along data, fsdp and "
+        raise BadInput(f"{source} are {data or '?'} × {fsdp} × {tensor} chips along data, fsdp and "
                        f"tensor, and there are {chips}: use {instead}, and the others along data; on a CPU, "
                        "CPU_NUM_DEVICES with --device_type=xla sets their number")
     return Mesh(data, fsdp, tensor)

@@ -12,7 +12,7 @@ from nanochat.model.rates import OptimConfig
 
 MANIFEST = "manifest.json"  # of scripts/prepare_data.py
 # The flags of the training, without those of the machine, its folders and accounts.
-RECIPE = (*CONFIG_FLAGS, "num_iterations", "target_flops", "target_param_data_ratio", "total_batch_size",
+RECIPE = (*CONFIG_FLAGS, "num_iterations", "target_param_data_ratio", "total_batch_size",
           "seq_len_ramp", "fim_rate", "fim_context", "compute_dtype", "products", "seed",
           *(field.name for field in fields(OptimConfig)))
 OTHER_MODELS = ("teacher", "init_from", "decay_from")  # flags that name one

@@ -1,56 +1,16 @@
 """Measures the share of a model's C++ that compiles and passes tests: during a run, and for scripts/code_eval.py."""
-import os
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 
 from nanochat.common import BadInput, say
 from nanochat.data.shards import open_text
-from nanochat.infer.sample import Sampling, ignore
-from nanochat.judge.eval_report import ALL, summarise
+from nanochat.infer.sample import ignore
 from nanochat.judge.gaps import document_gaps, function_gaps, read_documents
-from nanochat.judge.judge import Judge
-from nanochat.judge.problems import read_problems, without_one_line
+from nanochat.judge.problems import without_one_line
 from nanochat.judge.results import difference, read_results
-from nanochat.judge.writer import Writer
 
 TASKS = ("functions", "infill", "infill_functions")
 OF_THE_CHECKPOINT = ("checkpoint", "weights", "device_type")  # settings in which two evaluations may differ
-MAX_TOKENS = 128  # during a run
-METRICS = {"compiles": "code_compiles", "pass@1": "code_pass", "bits per byte": "code_bpb"}
-
-
-def evaluate_code(model, tokenizer, dist, is_cut_short, others=()):
-    """Returns {metric: value} on rank 0, and {} on other ranks: of greedy samples for the project's own problems, and
-    the bits per byte, with their interval, of the solutions of these problems and `others`. All ranks write all the
-    code, so that none waits; rank 0 judges it. Once is_cut_short(), asked before each problem, returns True on all
-    ranks, the result is {}."""
-    sampling = Sampling(num_samples=0, max_tokens=min(MAX_TOKENS, model.config.max_seq_len // 2))
-    writer = Writer(model, tokenizer, dist, sampling)
-    problems = read_problems()
-    records = []
-    for problem in problems:
-        if is_cut_short():
-            return {}
-        records += writer.write(problem)
-    solutions = []
-    for problem in others:
-        if is_cut_short():
-            return {}
-        if problem.solution:
-            solutions.append({"name": problem.name, "group": ALL, "status": None} | writer.measure(problem))
-    if dist.rank > 0:
-        return {}
-    with Judge() as judge, ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        verdicts = pool.map(lambda problem, record: problem.verdict(judge, record["text"]), problems, records)
-        for record, verdict in zip(records, verdicts, strict=True):
-            record["status"] = verdict.status
-    metrics = {}
-    for measure, group, found in summarise(records + solutions):
-        if group == ALL:
-            metrics[METRICS[measure]] = found.mean
-            if measure == "bits per byte":
-                metrics |= {"code_bpb_low": found.low, "code_bpb_high": found.high}
-    return metrics
 
 
 def make_items(flags, problems, seed):

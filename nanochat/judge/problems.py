@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 
 from nanochat.common import BadInput, expand_path, flag, read_named, require_file, say
 from nanochat.judge.gaps import brackets
-from nanochat.judge.judge import NO_CODE, Judge, Verdict, has_code
+from nanochat.judge.judge import NO_CODE, Verdict, has_code
 from nanochat.judge.unfinished import closers
 
 OWN = Path(__file__).with_name("problem_set")
@@ -97,23 +97,6 @@ def read_sets(text, name="--problems"):
             found = [replace(problem, difficulty=Path(path).stem) for problem in found]
         problems += found
     return _distinct(problems, f"{name}={text}")
-
-
-def other_problems(record):
-    """Returns the Problems that --code_eval_problems adds to the project's own. record: LanguageRecordFlags. Raises
-    BadInput, also if there is no compiler or no sandbox for --code_eval_every."""
-    given = f"--code_eval_problems={record.code_eval_problems}"
-    if record.code_eval_every < 0:
-        if record.code_eval_problems != "own":
-            raise BadInput(f"{given} needs --code_eval_every: give both, or leave it out")
-        return []
-    own = {problem.name for problem in read_problems()}
-    sets = read_sets(record.code_eval_problems, "--code_eval_problems")
-    others = [problem for problem in sets if problem.name not in own]
-    if others and not any(problem.solution for problem in others):
-        raise BadInput(f"{given} holds no solution but the project's own: name other sets, or leave it out")
-    with Judge():
-        return others
 
 
 def _distinct(problems, source):

@@ -32,7 +32,6 @@ class Parts:
     """The parts of one rank. `length` is the size of the whole weight's first dimension."""
     dist: Dist
     mesh: Mesh
-    gradient_sums: torch.dtype = torch.float32
 
     def of_model(self, name, tensor):
         """Returns the model's part of a whole weight called `name`, or of a layer of it. Scalars, vectors, and the
@@ -125,11 +124,11 @@ class Parts:
     # further. If no chip divides the weights, all of this is one reduce-scatter.
     def sum_gradient(self, name, gradient):
         """Returns the optimizer's part of a gradient, summed over the ranks. `gradient` is that of the model's part,
-        already summed over all axes except data. Gradients travel in `gradient_sums`."""
+        already summed over all axes except data."""
         if not self.mesh.divides_weights:
-            return reduce_scatter_sum(self._padded(gradient).to(self.gradient_sums), self.dist).float()
+            return reduce_scatter_sum(self._padded(gradient), self.dist)
         if self.mesh.data > 1:
-            gradient = scatter_sum_in_groups(self._padded(gradient).to(self.gradient_sums), self.mesh.groups("data"))
+            gradient = scatter_sum_in_groups(self._padded(gradient), self.mesh.groups("data"))
         elif not self._rows_are_divided(gradient):
             gradient = self._padded(gradient)
         if self._rows_are_divided(gradient):

@@ -1,4 +1,5 @@
 """Searches for the largest batch, or the smallest mesh, with which base_train's programs fit into a chip's memory."""
+import os
 import tempfile
 
 from nanochat.common import BadInput
@@ -10,7 +11,6 @@ from nanochat.preflight.compile import compile_programs
 from nanochat.preflight.estimate import peak_bytes
 from nanochat.preflight.language import trace_run
 from nanochat.preflight.report import of_kinds
-from nanochat.train.flags import AUTO
 from nanochat.train.plan import make_plan
 from nanochat.train.prepare import run_directory
 from nanochat.train.teacher import find_teacher
@@ -18,12 +18,9 @@ from nanochat.train.teacher import find_teacher
 
 def require_searchable(own, flags):
     """Raises BadInput if base_train's Flags fix what the PreflightFlags `own` search for."""
-    devices = flags.devices
-    if own.find_mesh and (devices.mesh_data != -1 or devices.mesh_fsdp == AUTO):
-        raise BadInput(f"--find_mesh searches for the mesh, but --mesh_data={devices.mesh_data} "
-                       f"--mesh_fsdp={devices.mesh_fsdp} is given: leave both out")
-    if own.find_batch and devices.mesh_fsdp == AUTO:
-        raise BadInput(f"--find_batch with --mesh_fsdp={AUTO}, which depends on the batch: give --mesh_fsdp a number")
+    if own.find_mesh and (flags.devices.mesh_fsdp != 1 or os.environ.get("TPU_MESH_CONFIG")):
+        raise BadInput(f"--find_mesh searches for the mesh, but --mesh_fsdp={flags.devices.mesh_fsdp} or "
+                       "TPU_MESH_CONFIG names one: leave both out")
 
 
 def search(own, flags, kernel, say):
@@ -45,12 +42,11 @@ def search(own, flags, kernel, say):
 
 
 def flags_of_meshes(flags, chips):
-    """Returns {chips along fsdp: Flags} for each mesh on which a run is possible, the fewest first. The Flags give all
-    axes, so TPU_MESH_CONFIG names none of them."""
+    """Returns {chips along fsdp: Flags} for each mesh on which a run is possible, the fewest first."""
     tokenizer = load_tokenizer(flags.data.tokenizer_dir)
     found = {}
     for mesh in all_meshes(chips, flags.devices.mesh_tensor):
-        trial = flags.replace(mesh_data=mesh.data, mesh_fsdp=mesh.fsdp)
+        trial = flags.replace(mesh_fsdp=mesh.fsdp)
         try:
             find_teacher(trial, make_plan(trial, tokenizer.n_vocab, "tpu", chips), tokenizer, run_directory(flags))
         except BadInput:

@@ -138,6 +138,6 @@ def advice(report):
         suggestions.append("--activation_checkpointing=all")
     if flags["device_batch_size"] > 1:
         suggestions.append(f"--device_batch_size={flags['device_batch_size'] // 2}")
-    if report.get("chips", 1) > 1 and flags.get("mesh_fsdp") in (1, "auto") and report["kernel"] != "current":
+    if report.get("chips", 1) > 1 and flags.get("mesh_fsdp") == 1 and report["kernel"] != "current":
         suggestions.append("the --mesh_fsdp that tpu_preflight --find_mesh finds")
     return suggestions or ["a smaller model", "a TPU with more memory"]

@@ -239,11 +239,6 @@ CONSOLE = {
     "mfu": "mfu {:.1%}",
     "tokens": "{} tokens",  # seen so far
     "time_left_s": "{} left",
-    "code_compiles": "{:.1%} of its code compiles",  # with --code_eval_every: the model's answers to problems
-    "code_pass": "{:.1%} passes",
-    "code_bpb": "solutions {:.4f} bits per byte",  # of the problems
-    "code_bpb_low": "from {:.4f}",  # the 95% interval over problems
-    "code_bpb_high": "to {:.4f}",
     "val_bpb": "validation {:.4f} bits per byte",
     "val_bytes": "of {} bytes",
     "val_whole_text": "{}",

@@ -11,12 +11,13 @@ from nanochat.model.gpt import GPT
 from nanochat.model.rates import gpt_rules, lr_stages
 from nanochat.model.weights import matrix_parameters
 from nanochat.record.metrics import format_duration
-from nanochat.train.mesh_plan import TABLES, held_bytes
 
 ASSUMED_MFU = 0.3  # for the estimated time
 SHORT_FLOPS = 1e14  # a CPU is done with a shorter run in minutes
 DAY_S = 86400
 FIRST_TRY = "--num_iterations=100 --max_seq_len=256 --device_batch_size=4 --total_batch_size=4096"
+
+TABLES = ("embedding", "head", "value embeddings", "n-grams")  # of the parameters: rows of tokens or n-grams
 
 
 def describe_plan(plan, tokenizer):
@@ -41,7 +42,7 @@ def describe_plan(plan, tokenizer):
     }
     if plan.switches:
         lines["rows"] = _describe_rows(plan)
-    if plan.mesh.divides_weights or plan.mesh.reason:
+    if plan.mesh.divides_weights:
         lines["mesh"] = describe_mesh(plan)
     if tpu.peak_flops_here(plan.device_type):
         lines["estimate"] = _describe_estimate(plan, accelerator)
@@ -103,22 +104,31 @@ def _describe_rates(plan):
 
 
 def describe_mesh(plan):
-    """Returns the mesh of a Plan: where its chips stand, what each holds, and what a micro-step moves."""
+    """Returns the mesh of a Plan that divides the weights: where its chips stand, what each holds, and what a
+    micro-step moves."""
     mesh = plan.mesh
-    text = str(mesh)
-    if mesh.divides_weights:
-        held = held_bytes(plan.parameters, plan.dtype.itemsize, mesh, plan.config.n_layer)
-        holds = ", ".join(f"{size / GIB:.2f} GiB {name}" for name, size in held.items())
-        moved = []
-        if mesh.fsdp > 1:
-            moved.append(_describe_fsdp(plan))
-        if mesh.tensor > 1:
-            moved.append(_describe_tensor(plan))
-        text += (f", chip r at (r // {mesh.fsdp * mesh.tensor}, r // {mesh.tensor} % {mesh.fsdp}, r % {mesh.tensor}); "
-                 f"a chip holds {holds}; a micro-step sends {', and '.join(moved)}")
-    if mesh.reason:
-        text += f"; {mesh.reason}"
-    return text
+    held = held_bytes(plan.parameters, plan.dtype.itemsize, mesh, plan.config.n_layer)
+    holds = ", ".join(f"{size / GIB:.2f} GiB {name}" for name, size in held.items())
+    moved = []
+    if mesh.fsdp > 1:
+        moved.append(_describe_fsdp(plan))
+    if mesh.tensor > 1:
+        moved.append(_describe_tensor(plan))
+    return (f"{mesh}, chip r at (r // {mesh.fsdp * mesh.tensor}, r // {mesh.tensor} % {mesh.fsdp}, r % {mesh.tensor}); "
+            f"a chip holds {holds}; a micro-step sends {', and '.join(moved)}")
+
+
+def held_bytes(parameters, size, mesh, layers):
+    """Returns the bytes that a chip holds between programs, {what: bytes}.
+
+    parameters: {group: number}; size: the bytes of a weight. The chips divide the optimizer's state, fp32 weights and
+    averages: one for matrices, of which a chip has whole layers, none for n-grams, and two for the other tables.
+    """
+    weights = sum(parameters.values()) / (mesh.fsdp * mesh.tensor)
+    tables = 12 * sum(parameters.get(name, 0) for name in TABLES) - 8 * parameters.get("n-grams", 0)
+    # A chip gets whole layers of each stack, because Muon needs whole matrices; zeros pad their number.
+    matrices = parameters["matrices"] // layers * (layers + -layers % mesh.chips)
+    return {"weights": size * weights, "gradients": 4 * weights, "optimizer": (8 * matrices + tables) / mesh.chips}
 
 
 def _describe_fsdp(plan):

@@ -19,7 +19,6 @@ from nanochat.model.rates import OptimConfig
 
 MAX_STEPS = 10**9  # of a run
 MAX_CHIPS = 2**20
-AUTO = "auto"
 
 
 def path_text(text):
@@ -44,15 +43,6 @@ def val_places(text):
     """Returns the value of --val_dir. Raises BadInput."""
     named = named_places(text)
     return ",".join(f"{name}={place}" for name, place in named.items()) if named else data_place(text)
-
-
-def chips_or_auto(text):
-    """Returns the number of chips that a flag names, or AUTO. Raises BadInput."""
-    if text == AUTO:
-        return AUTO
-    if not text.isdecimal() or len(text) > 7 or not 1 <= int(text) <= MAX_CHIPS:
-        raise BadInput(f"give a whole number of chips, from 1 to {MAX_CHIPS}, or {AUTO}")
-    return int(text)
 
 
 @dataclass(frozen=True)
@@ -101,12 +91,8 @@ class KernelFlags(DeviceFlags):
     activation_checkpointing: str = flag(
         "none", "activations that the backward pass recomputes, which saves memory: none, all; without a value: all; "
         " docs/training.md#activation-checkpointing", choices=RECOMPUTED, nargs="?", const="all")
-    gradient_sums: str = flag("float32", "dtype in which chips exchange gradients (XLA): bfloat16 halves the traffic, "
-                              "with rounding", choices=("float32", "bfloat16"))
-    mesh_data: int = flag(-1, "chips along the mesh's axis data, which hold equal weights; -1: the remaining chips; "
-                          "docs/mesh.md", at_least=1, at_most=MAX_CHIPS, unset=-1)
-    mesh_fsdp: int | str = flag(1, "chips that divide each weight, for models that outgrow a chip; auto: as few as fit "
-                                "by an estimate of a TPU's memory; docs/mesh.md", of=chips_or_auto)
+    mesh_fsdp: int = flag(1, "chips that divide each weight, for models that outgrow a chip; docs/mesh.md", at_least=1,
+                          at_most=MAX_CHIPS)
     mesh_tensor: int = flag(1, "chips that divide heads, hidden units and vocabulary, for long rows and small batches; "
                             "docs/mesh.md", at_least=1, at_most=MAX_CHIPS)
 
@@ -164,10 +150,8 @@ ModelFlags.__module__ = __name__  # so that it can be handed to other processes
 
 @dataclass(frozen=True)
 class BatchFlags:
-    num_iterations: int = flag(-1, "optimizer steps, with --decay_from those after it; -1: by --target_flops or "
+    num_iterations: int = flag(-1, "optimizer steps, with --decay_from those after it; -1: by "
                                "--target_param_data_ratio", at_least=1, at_most=MAX_STEPS, unset=-1)
-    target_flops: float = flag(-1.0, "FLOPs of the whole run; -1: by --target_param_data_ratio", above=0, at_most=1e30,
-                               unset=-1)
     target_param_data_ratio: float = flag(20.0, "tokens of the whole run per parameter of matrices and head", above=0,
                                           at_most=1e6)
     device_batch_size: int = flag(8, "rows of a micro-step on one device, or one group of --mesh_tensor devices",
@@ -184,7 +168,6 @@ class DistillationFlags:
                         "docs/training.md#learn-from-a-larger-model", of=not_empty)
     kd_weight: float = flag(0.5, "weight of the teacher in the loss", above=0, at_most=1)
     kd_temperature: float = flag(1.0, "temperature of both predictions", at_least=0.1, at_most=100)
-    kd_until: float = flag(1.0, "fraction of the run's steps that have a teacher", above=0, at_most=1)
 
 
 # find_start (start.py) replaces the names by RUN/step_000100, and sets steps_before, which is no flag.
@@ -231,10 +214,6 @@ class RecordFlags:
 class LanguageRecordFlags(RecordFlags):
     eval_tokens: int = flag(-1, "tokens of an evaluation, on all devices together; -1: a twentieth of the run's, from "
                             "64K to 10M", at_least=1, at_most=2**28, unset=-1)
-    code_eval_every: int = flag(-1, "steps between tests whether the model's code compiles and works, also at the end; "
-                                "-1: never; needs g++ and bubblewrap", at_least=1, unset=-1)
-    code_eval_problems: str = flag("own", "sets of problems as for code_eval, separated by commas; those but own only "
-                                   "count in the bits per byte of solutions")
 
 
 # In --help: the flags of a newcomer, then all others by group.
@@ -256,6 +235,12 @@ class Gone(NamedTuple):
 
 
 GONE = {
+    "target_flops": Gone("give --num_iterations, or --target_param_data_ratio", off=(-1.0,)),
+    "kd_until": Gone("the teacher stays to the end: leave it out", off=(1.0,)),
+    "code_eval_every": Gone("run python3 -m scripts.code_eval --checkpoint=RUN after the run"),
+    "code_eval_problems": Gone("run python3 -m scripts.code_eval --checkpoint=RUN --problems=… after the run"),
+    "gradient_sums": Gone("chips exchange gradients in float32: leave it out", off=("float32",)),
+    "mesh_data": Gone("it is the number of chips / (mesh_fsdp × mesh_tensor): leave it out"),
     "wandb_project": Gone("set $WANDB_PROJECT"),
     "save_every_minutes": Gone("divide the minutes by the time of a step, and give --save_every=STEPS"),
     "checkpoint_piece_gb": Gone("files have 4 GB at most: leave it out"),

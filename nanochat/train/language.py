@@ -1,6 +1,5 @@
 """The task of base_train: predict the next token of C++."""
 import math
-from collections.abc import Callable
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -65,7 +64,7 @@ def make_optimizer(plan, model, dist=None, weights=None):
                       plan.start.earlier_steps)
     parts = None
     if plan.shard_optimizer and dist and dist.world_size > 1:
-        parts = Parts(dist, plan.mesh, plan.gradient_sums)
+        parts = Parts(dist, plan.mesh)
     return MuonAdamW(model, rules, dist, parts, weights)
 
 
@@ -86,14 +85,13 @@ class LanguageTask:
     teacher: Teacher | None
     data_fingerprint: str | None  # None for synthetic data
     about_data: tuple = ()  # lines, in the format of describe_plan
-    judge_code: Callable | None = None  # (model, tokenizer, dist, is_cut_short) -> {metric: value}
     start: Start | None = None  # of a run that has not begun yet
     lacks: str | None = None  # see Task
     validation_sets: dict = field(default_factory=dict)  # as in DataFlags; read once: --data_mix may be edited later
     sources: tuple = ()  # names of those of --data_mix
     name = "language"
     changing_flags = (*flags_of((BatchFlags, OptimConfig, DistillationFlags), but={"device_batch_size"}),
-                      "compute_dtype", "products", "validation", "code_eval_problems")
+                      "compute_dtype", "products", "validation")
 
     @property
     def num_lanes(self):
@@ -193,7 +191,7 @@ class LanguageTask:
         elif self.start:
             weights, state = self.start.load()
         objective = NEXT_TOKEN
-        if self._has_teacher(step):
+        if self.teacher:
             teacher = load_teacher(self.teacher, plan, dist)
             objective = Objective(DistillationLoss(self.teacher, teacher), teacher=teacher)
         model = make_model(plan)
@@ -229,24 +227,15 @@ class LanguageTask:
                 batches[name] = {"rows": torch.zeros(shape, dtype=torch.int32)}
         return batches
 
-    def _has_teacher(self, step):
-        return self.teacher is not None and step < self.teacher.last_step
-
     def before_step(self, training, step):
         if self.plan.switches:
             training.micro_step_name = self.plan.micro_step_name(step)
-        # After the teacher's last step the micro-step is another program, without its forward pass.
-        if training.teacher and not self._has_teacher(step):
-            training.objective = NEXT_TOKEN
-            training.micro_step_name = "micro_step without teacher"
 
     # What happens between two steps
 
     def events(self):
         record = self.flags.record
         events = [Event("evaluate", record.eval_every, self.evaluate, is_due_at_start=True)]
-        if self.judge_code:
-            events.append(Event("evaluate", record.code_eval_every, self.evaluate_code))
         events.append(Event("sample", record.sample_every, self.sample))
         return events
 
@@ -315,16 +304,6 @@ class LanguageTask:
             model.kernels = kernels
 
     @torch.no_grad()
-    def evaluate_code(self, training, dist, step, is_cut_short):
-        """Returns the fractions of the model's C++ that compile and work."""
-        with self.whole_model(training):
-            try:
-                return self.judge_code(training.model, self.tokenizer, dist, is_cut_short)
-            except BrokenModel as error:
-                print0(f"warning: code is not evaluated at step {step}: {error}")
-                return {}
-
-    @torch.no_grad()
     def sample(self, training, dist, step, is_cut_short):
         """Prints completions. Every rank makes them, so none waits for another."""
         engine = Engine(training.model, self.tokenizer, dist)  # a new one holds no state of older weights
@@ -342,10 +321,10 @@ class LanguageTask:
         return {}
 
 
-def make_task(flags, device_type, world_size, directory, judge_code=None):
+def make_task(flags, device_type, world_size, directory):
     """Returns the LanguageTask for base_train's Flags. Raises BadInput.
 
-    directory: of the run. judge_code: see LanguageTask; without it, --code_eval_every does nothing.
+    directory: of the run.
     """
     tokenizer = load_tokenizer(flags.data.tokenizer_dir)
     saved = saved_meta(flags, directory)
@@ -380,5 +359,5 @@ def make_task(flags, device_type, world_size, directory, judge_code=None):
     flags = flags.replace(validation=",".join(places))
     if flags.data.fim_rate:
         check_fim(f"--fim_rate={flags.data.fim_rate:g}", tokenizer, plan.config.max_seq_len)
-    return LanguageTask(flags, plan, tokenizer, given, teacher, data_fingerprint, about_data, judge_code, start, lacks,
+    return LanguageTask(flags, plan, tokenizer, given, teacher, data_fingerprint, about_data, start, lacks,
                         sets, flags.data.source_names())

@@ -7,16 +7,16 @@ import torch
 
 from nanochat.common import BadInput
 from nanochat.device import tpu
-from nanochat.device.mesh import Mesh, divisors_in_words
+from nanochat.device.mesh import Mesh, divisors_in_words, make_mesh
 from nanochat.kernels.attention_tiles import require_shapes
 from nanochat.kernels.choose import get_kernels
 from nanochat.kernels.sharded import Sharding
 from nanochat.model import weights
 from nanochat.model.config import GPTConfig, config_from_flags
+from nanochat.model.parts import require_parts
 from nanochat.model.rates import OptimConfig
 from nanochat.model.weights import count_parameters, matrix_parameters
 from nanochat.train.flags import MAX_STEPS, StartFlags
-from nanochat.train.mesh_plan import plan_mesh
 from nanochat.train.stages import length_at, length_schedule, spans
 
 MAX_DEVICE_BYTES = 512 << 30  # more than any TPU or GPU has
@@ -35,7 +35,6 @@ class Plan:
     use_compile: bool  # torch.compile
     optimizer: OptimConfig
     shard_optimizer: bool  # each rank keeps and updates a part of the optimizer's state
-    gradient_sums: torch.dtype  # of gradients on their way between the ranks
     device_type: str
     world_size: int
     mesh: Mesh
@@ -113,13 +112,12 @@ def make_plan(flags, vocab_size, device_type, world_size, meta=None):
     """
     batch = flags.batch
     devices = flags.devices
-    shard_optimizer = plan_sharding(devices, device_type)
     config = meta.config_as(GPTConfig) if meta else config_from_flags(asdict(flags.model), vocab_size)
     # Each follows from the one before: the mesh divides the weights, the kernels must suit the mesh, the row lengths
     # must suit the kernels, a batch is whole micro-steps of the mesh, and the horizon counts batches.
     parameters = count_parameters(config)
     _require_memory(parameters, config, batch, device_type)
-    mesh = plan_mesh(flags, config, parameters, device_type, world_size)
+    mesh = plan_mesh(devices, config, device_type, world_size)
     kernel = plan_kernel(devices, config, device_type, mesh)
     lengths = _plan_lengths(flags, config, kernel, device_type)
     total_batch_size = plan_batch(batch, config.max_seq_len, mesh, parameters, flags.data.num_lanes, meta)
@@ -132,8 +130,7 @@ def make_plan(flags, vocab_size, device_type, world_size, meta=None):
         activation_checkpointing=devices.activation_checkpointing,
         use_compile=device_type == "cuda" and not devices.no_compile,
         optimizer=plan_rates(flags.optimizer, flags.start, num_iterations),
-        shard_optimizer=shard_optimizer,
-        gradient_sums=getattr(torch, devices.gradient_sums),
+        shard_optimizer=devices.is_sharded_on(device_type),
         device_type=device_type,
         world_size=world_size,
         mesh=mesh,
@@ -145,13 +142,20 @@ def make_plan(flags, vocab_size, device_type, world_size, meta=None):
         start=flags.start)
 
 
-def plan_sharding(devices, device_type):
-    """Returns whether each rank keeps a part of the optimizer's state, for KernelFlags. Raises BadInput."""
-    is_sharded = devices.is_sharded_on(device_type)
-    if devices.gradient_sums == "bfloat16" and not is_sharded:
-        raise BadInput(f"--gradient_sums=bfloat16, but on {device_type} with --shard_optimizer="
-                       f"{devices.shard_optimizer} gradients are summed in fp32: leave it out")
-    return is_sharded
+def plan_mesh(devices, config, device_type, world_size):
+    """Returns the Mesh for KernelFlags and a GPTConfig. Raises BadInput for one that does not suit the model, the
+    devices or the other flags."""
+    mesh = make_mesh(devices.mesh_fsdp, devices.mesh_tensor, world_size)
+    if not mesh.divides_weights:
+        return mesh
+    if device_type not in ("tpu", "xla"):
+        raise BadInput(f"a mesh of {mesh}, but this runs on --device_type={device_type}: only XLA devices can "
+                       "divide the weights, use 1 along fsdp and tensor")
+    if devices.shard_optimizer == "off":
+        raise BadInput(f"a mesh of {mesh} divides the weights, and --shard_optimizer=off does not: leave it out, or "
+                       "use 1 along fsdp and tensor")
+    require_parts(mesh, config)
+    return mesh
 
 
 def plan_kernel(devices, config, device_type, mesh):
@@ -173,14 +177,11 @@ def plan_horizon(batch, config, total_batch_size, lengths, start):
     Raises BadInput if a run cannot have so many steps, or would end before its rows have their full length."""
     if batch.num_iterations > 0:
         num_iterations = start.first_step + batch.num_iterations
-    elif batch.target_flops > 0:
-        num_iterations = _steps_to_spend(batch.target_flops, config, total_batch_size, lengths)
     else:
         tokens = batch.target_param_data_ratio * matrix_parameters(count_parameters(config))
         num_iterations = round(tokens / total_batch_size)
     if not 1 <= num_iterations <= MAX_STEPS:
-        horizons = ("num_iterations", "target_flops", "target_param_data_ratio")
-        name = next(name for name in horizons if getattr(batch, name) > 0)
+        name = "num_iterations" if batch.num_iterations > 0 else "target_param_data_ratio"
         raise BadInput(f"--{name}={getattr(batch, name):.9g} makes {num_iterations:.10g} steps of the run, and a run "
                        f"has 1 to {MAX_STEPS:,}: give another --num_iterations")
     if lengths[-1][0] >= num_iterations:
@@ -192,16 +193,12 @@ def plan_horizon(batch, config, total_batch_size, lengths, start):
 def _plan_lengths(flags, config, kernel, device_type):
     """Returns the length schedule of base_train's Flags. Raises BadInput if the kernel or other flags forbid it."""
     ramp = flags.batch.seq_len_ramp
-    taught = flags.distillation
     schedule = length_schedule(ramp, config.max_seq_len)
     if len(schedule) == 1:
         return schedule
     if flags.data.fim_rate:
         raise BadInput(f"--seq_len_ramp={ramp} with --fim_rate={flags.data.fim_rate:g}: fill in the middle divides "
                        "documents by the row length, which must not change: leave one of them out")
-    if taught.teacher and taught.kd_until < 1:
-        raise BadInput(f"--seq_len_ramp={ramp} with --kd_until={taught.kd_until:g}: every length would need a second "
-                       "program without the teacher: use --kd_until=1, or leave one of them out")
     for _, length in schedule:
         try:
             require_shapes(kernel, replace(config, max_seq_len=length), device_type)
@@ -261,18 +258,6 @@ def _saved_batch(batch, meta):
         if meta.flags.get(name) != getattr(batch, name):
             return None
     return meta.total_batch_size
-
-
-def _steps_to_spend(target_flops, config, total_batch_size, lengths):
-    """Returns the number of steps after which the run comes nearest to `target_flops`."""
-    # A token costs less in a shorter row, where it sees fewer others. So this subtracts the cost of one span of equal
-    # lengths after the other, until the rest ends within a span. The last span has no end.
-    for first, end, length in spans(lengths, 0, math.inf):
-        step_flops = total_batch_size * weights.flops_per_token(config, length)
-        steps = round(target_flops / step_flops)
-        if first + steps <= end:
-            return first + steps
-        target_flops -= (end - first) * step_flops
 
 
 def default_batch_tokens(horizon_tokens):

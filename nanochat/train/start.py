@@ -18,7 +18,7 @@ from nanochat.train.stages import length_schedule
 
 # What a run with --decay_from has in common with the one before it, unless its command says otherwise.
 INHERITED = (DataFlags, BatchFlags, OptimConfig, DistillationFlags)
-OWN = {"num_iterations", "target_flops"}
+OWN = {"num_iterations"}
 # With another value of one of these, the saved positions in the data would mean other rows.
 ROW_FLAGS = ("seq_len_ramp", "fim_rate", "fim_context", "num_lanes")
 

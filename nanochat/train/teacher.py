@@ -24,11 +24,10 @@ class Teacher(NamedTuple):
     config: GPTConfig
     weight: float  # of the teacher in the loss
     temperature: float
-    last_step: int  # the student learns from it up to this step
 
     def describe(self):
         return (f"    teacher  {self.path}: depth {self.config.n_layer}, width {self.config.n_embd}, weight "
-                f"{self.weight:g} at temperature {self.temperature:g} up to step {self.last_step:,}")
+                f"{self.weight:g} at temperature {self.temperature:g}")
 
 
 def find_teacher(flags, plan, tokenizer, directory):
@@ -59,8 +58,7 @@ def find_teacher(flags, plan, tokenizer, directory):
     problem = find_problem(path, weights_only=True)
     if problem:
         raise BadInput(f"{what} is damaged ({problem}): use another checkpoint")
-    return Teacher(path, config, taught.kd_weight, taught.kd_temperature,
-                   round(taught.kd_until * plan.num_iterations))
+    return Teacher(path, config, taught.kd_weight, taught.kd_temperature)
 
 
 def make_teacher(teacher, plan, dist, weights=None):

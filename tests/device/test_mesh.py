@@ -18,17 +18,17 @@ def test_groups_of_an_axis_hold_every_rank_once_in_the_order_of_their_places(mes
 
 
 def test_data_is_what_the_other_axes_leave():
-    assert make_mesh(-1, 1, 1, 8, {}) == Mesh(8, 1)
-    assert make_mesh(-1, 4, 1, 8, {}) == make_mesh(2, 4, 1, 8, {}) == Mesh(2, 4)
+    assert make_mesh(1, 1, 8, {}) == Mesh(8, 1)
+    assert make_mesh(4, 1, 8, {}) == Mesh(2, 4)
 
 
 def test_the_environment_names_a_mesh_where_no_flag_does():
     environment = {"TPU_MESH_CONFIG": "2,4", "TPU_AXIS_NAMES": "fsdp,data"}
-    assert make_mesh(-1, 1, 1, 8, environment) == Mesh(4, 2)
-    assert make_mesh(-1, 8, 1, 8, environment) == Mesh(1, 8)
-    assert make_mesh(-1, 1, 1, 8, {"TPU_MESH_CONFIG": "4,2", "TPU_AXIS_NAMES": "data,model"}) == Mesh(4, 1, 2)
-    assert make_mesh(-1, 1, 1, 8, {"TPU_MESH_CONFIG": "2,2,2"}) == Mesh(2, 2, 2)
-    assert make_mesh(-1, 1, 1, 8, {"TPU_MESH_CONFIG": "(2, 4)"}) == Mesh(2, 4)
+    assert make_mesh(1, 1, 8, environment) == Mesh(4, 2)
+    assert make_mesh(8, 1, 8, environment) == Mesh(1, 8)
+    assert make_mesh(1, 1, 8, {"TPU_MESH_CONFIG": "4,2", "TPU_AXIS_NAMES": "data,model"}) == Mesh(4, 1, 2)
+    assert make_mesh(1, 1, 8, {"TPU_MESH_CONFIG": "2,2,2"}) == Mesh(2, 2, 2)
+    assert make_mesh(1, 1, 8, {"TPU_MESH_CONFIG": "(2, 4)"}) == Mesh(2, 4)
 
 
 @pytest.mark.parametrize("flags, environment, words", [

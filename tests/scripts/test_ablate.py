@@ -76,11 +76,6 @@ def test_bad_tables_are_refused_with_one_line(write_table, variants, message):
     assert "\n" not in str(error.value) and "rates.toml" in str(error.value)
 
 
-def test_problems_that_cannot_be_read_are_refused_before_the_first_run(write_table):
-    with pytest.raises(BadInput, match="--code_eval_problems=/nowhere cannot be read"):
-        ablate.main([str(write_table(code_eval_every=100, code_eval_problems="/nowhere")), "--dry_run"])
-
-
 @pytest.mark.parametrize("seeds", ["[]", "[0, 0]", "3", '["a"]', "[true]", "[-1]"])
 def test_bad_seeds_are_refused(write_table, seeds):
     with pytest.raises(BadInput, match="rates.toml.*seed"):

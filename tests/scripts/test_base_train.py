@@ -13,9 +13,7 @@ from nanochat.checkpoint import on_disk
 from nanochat.checkpoint.pieces import load_checkpoint
 from nanochat.common import BadInput, get_base_dir
 from scripts import base_eval, base_train, generate, report
-from tests.conftest import add_records, last_of_each, run_python
-from tests.judge import few_problems
-from tests.judge.test_sandbox import require_sandbox
+from tests.conftest import last_of_each, run_python
 from tests.warm import TIMEOUT_S
 
 
@@ -71,14 +69,6 @@ def test_an_optimizer_that_ranks_share_trains_as_one_that_each_keeps_whole(train
     on_disk.set_aside_after(run_dir, 3)
     resumed = train(*flags, "--shard_optimizer=off", run="shared", devices=2)
     assert "resuming from" in resumed.stdout and resumed.losses == pytest.approx(whole.losses, rel=rel)
-
-
-def test_gradients_may_travel_as_bfloat16(train):
-    flags = ("--depth=3", "--model_dim=64", "--num_heads=2", "--eval_every=-1", "--warmup_steps=2", "--kernel=chunked")
-    exact, rounded = (train(*flags, f"--gradient_sums={dtype}", run=dtype, devices=2)
-                      for dtype in ("float32", "bfloat16"))
-    assert rounded.losses == pytest.approx(exact.losses, rel=2e-3) and rounded.losses != exact.losses
-    assert rounded.losses[1] == exact.losses[1]  # before the first sum
 
 
 @pytest.mark.slow
@@ -225,22 +215,6 @@ def test_several_hosts_are_for_xla_devices(tiny, monkeypatch):
     monkeypatch.setenv("NANOCHAT_HOST_INDEX", "1")
     with pytest.raises(BadInput, match="NANOCHAT_HOSTS=10.0.0.7,10.0.0.8 .*cpu"):
         base_train.main(last_of_each(*tiny, "--device_type=cpu"))
-
-
-@pytest.mark.slow
-def test_a_run_says_how_much_of_its_code_compiles(warm_ranks, tiny, base_dir, tmp_path):
-    require_sandbox()
-    row = {"id": 1, "code": "int f() { return 2; }\nassert(f() == (2));\n",
-           "output_reasoning": "assert(f() == (????));\n"}
-    (tmp_path / "cpp.jsonl").write_text(json.dumps(row))
-    process = warm_ranks(2).call(few_problems.main, last_of_each("--run=code", *tiny, "--code_eval_every=6",
-                                                                 f"--code_eval_problems=own,{tmp_path}/cpp.jsonl"))
-    assert process.returncode == 0, process.stdout + process.stderr
-    add_records(process, base_dir / "checkpoints" / "code")
-    [found] = [record for record in process.records if "code_bpb" in record]
-    assert found["step"] == 6 and 0 <= found["code_pass"] <= found["code_compiles"] <= 1 and found["code_bpb"] > 0
-    assert found["code_bpb_low"] < found["code_bpb"] < found["code_bpb_high"]
-    assert "of its code compiles" in process.stdout
 
 
 def test_a_run_with_fill_in_the_middle_records_its_bits_per_byte_and_keeps_its_rate(train, tiny, byte_tokenizer_dir,

@@ -39,7 +39,7 @@ from tests.warm import TIMEOUT_S
     (["--dept=4"], "--dept=4 is not a flag: did you mean --depth\\?$"),
     (["--batch_size=8"], r"did you mean --device_batch_size \(rows .*\) or --total_batch_size \(tokens .*\)\?$"),
     (["--seq-len=64"], "--seq_len=64 is not a flag: did you mean --max_seq_len\\?$"),
-    (["--mesh_dat=2"], "--mesh_dat=2 is not a flag: did you mean --mesh_data\\?$"),
+    (["--mesh_fsd=2"], "--mesh_fsd=2 is not a flag: did you mean --mesh_fsdp\\?$"),
 ])
 def test_bad_flags_are_refused_with_the_value_and_what_to_do(tiny, flags, words):
     with pytest.raises(BadInput, match=words) as refusal:
@@ -129,20 +129,3 @@ def test_too_little_disk_for_two_checkpoints_is_said_before_the_first_step(base_
     if "unshare" in process.stderr or "mount:" in process.stderr:
         pytest.skip(f"no user namespaces here: {process.stderr.strip()}")
     assert process.returncode == 2 and "too little disk" in process.stderr and "step 0" not in process.stdout
-
-
-def test_a_run_that_is_to_judge_code_needs_a_compiler(tiny, monkeypatch):
-    monkeypatch.setenv("PATH", "/nonexistent")
-    with pytest.raises(BadInput, match=r"there is no g\+\+.*apt-get install"):
-        main(last_of_each(*tiny, "--code_eval_every=4"))
-
-
-@pytest.mark.parametrize("flags, problem", [
-    (["--code_eval_problems=cpp.jsonl"], "=cpp.jsonl needs --code_eval_every"),
-    (["--code_eval_every=4", "--code_eval_problems=own,plain.jsonl"], "=own,plain.jsonl holds no solution but"),
-    (["--code_eval_every=4", "--preflight", "--code_eval_problems=cpp.jsonl"], "=cpp.jsonl cannot be read")])
-def test_problems_that_would_measure_nothing_are_refused_before_any_work(tiny, tmp_path, monkeypatch, flags, problem):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "plain.jsonl").write_text('{"name": "a", "prompt": "int f() {", "tests": "}"}\n')
-    with pytest.raises(BadInput, match=f"--code_eval_problems{problem}"):
-        main(last_of_each(*tiny, *flags))

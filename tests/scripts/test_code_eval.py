@@ -13,7 +13,6 @@ from nanochat.common import BadInput
 from nanochat.data.tokenizer import load_tokenizer
 from nanochat.device.ranks import Dist, compute_init
 from nanochat.infer.sample import Sampling
-from nanochat.judge import code_eval as in_a_run
 from nanochat.judge.gaps import Gap
 from nanochat.judge.writer import Writer
 from scripts import code_eval as script
@@ -142,20 +141,6 @@ def test_a_gap_is_asked_after_the_other_files_that_an_editor_would_send(byte_tok
         writer = Writer(model, tokenizer, Dist("cpu", torch.device("cpu")), Sampling(0, 10, 1.0), extra_tokens)
         bits.append(writer.fill_gap(gap)[0]["bits"])
     assert bits[0] != bits[1]
-
-
-def test_the_solutions_of_further_sets_count_in_one_figure(byte_tokenizer_dir, monkeypatch):
-    tokenizer = load_tokenizer(byte_tokenizer_dir)
-    model = make_model(vocab_size=tokenizer.n_vocab)
-    dist = Dist("cpu", torch.device("cpu"))
-    problems = in_a_run.read_problems()[:2]
-    monkeypatch.setattr(in_a_run, "read_problems", lambda: problems[:1])
-    require_sandbox()
-    found = in_a_run.evaluate_code(model, tokenizer, dist, lambda: False, problems[1:])
-    writer = Writer(model, tokenizer, dist, Sampling(0, 10, 1.0))
-    each = [writer.measure(problem) for problem in problems]
-    assert found["code_bpb"] == pytest.approx(sum(e["bits"] for e in each) / sum(e["bytes"] for e in each))
-    assert found["code_bpb_low"] < found["code_bpb"] < found["code_bpb_high"] and found["code_compiles"] in (0, 1)
 
 
 def test_solutions_are_checked_without_a_model(code_eval, tmp_path, capsys):

@@ -118,9 +118,7 @@ def test_bad_flags_are_found_before_anything_is_traced(tiny, flags, message):
 
 
 @pytest.mark.parametrize("flags, message", [
-    (["--find_mesh", "--mesh_data=4"], "--find_mesh .* --mesh_data=4 --mesh_fsdp=1 .*: leave both out"),
-    (["--find_mesh", "--mesh_fsdp=auto"], "--find_mesh .* --mesh_fsdp=auto .*: leave both out"),
-    (["--find_batch", "--mesh_fsdp=auto"], "--find_batch with --mesh_fsdp=auto.* give --mesh_fsdp a number")])
+    (["--find_mesh", "--mesh_fsdp=4"], "--find_mesh .* --mesh_fsdp=4 .*: leave both out")])
 def test_a_search_for_what_is_given_is_refused_before_anything_is_traced(tiny, flags, message):
     with pytest.raises(BadInput, match=message):
         tpu_preflight.main(last_of_each(*tiny, "--accelerator=v6e-4", *flags))
@@ -131,9 +129,7 @@ def test_a_search_for_what_is_given_is_refused_before_anything_is_traced(tiny, f
     (["--kernel=current"], [1]), (["--shard_optimizer=off"], [1]),
     (["--kernel=chunked", "--model_dim=1020", "--num_heads=6"], [1, 2, 4])])
 def test_the_search_for_a_mesh_tries_those_on_which_a_run_is_possible(monkeypatch, flags, sizes):
-    """Also where the environment names another one."""
     monkeypatch.setenv("TPU_ACCELERATOR_TYPE", "v5litepod-8")
-    monkeypatch.setenv("TPU_MESH_CONFIG", "1,8")
     trials = flags_of_meshes(parse_flags(flags), chips=8)
     assert [*trials] == sizes
     for fsdp, trial in trials.items():

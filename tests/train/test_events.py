@@ -34,14 +34,14 @@ def test_no_learning_rate_is_negative_or_above_its_own(step, num_iterations, con
 
 
 @given(record=st.builds(LanguageRecordFlags, save_every=EVERY, eval_every=EVERY, sample_every=EVERY,
-                        code_eval_every=EVERY, log_every=EVERY),
+                        log_every=EVERY),
        first_step=st.integers(0, 250), horizons=st.lists(st.integers(1, 200), min_size=1, max_size=4),
        stop_after=st.integers(0, 120))
 @settings(max_examples=300)
 def test_every_process_ends_at_its_horizon_and_saves_what_it_has_trained(record, first_step, horizons, stop_after):
     """Each horizon is that of another process, which resumes the one before; the last of them is not told to stop."""
     saved = step = first_step
-    events = LanguageTask(Flags(record=record), None, None, {}, None, None, judge_code=print).events()
+    events = LanguageTask(Flags(record=record), None, None, {}, None, None).events()
     for number, horizon in enumerate(horizons):
         begun_at = step = saved
         for _ in range(1000):
@@ -57,18 +57,18 @@ def test_every_process_ends_at_its_horizon_and_saves_what_it_has_trained(record,
         if not is_stopping:
             assert step == max(begun_at, horizon)
             assert (events[0] in due.events) == (record.eval_every > 0)
-            assert events[2] not in due.events or step > 0
+            assert events[1] not in due.events or step > 0
 
 
 @given(st.sampled_from((1, 2, 4, 8)), st.sampled_from((1, 2, 4, 8)), st.integers(1, 8),
        st.one_of(st.just(-1), st.integers(1, 40).map(lambda n: 256 * n)), st.one_of(st.just(-1), st.integers(1, 500)),
-       st.one_of(st.just(-1), st.floats(1e9, 1e13)), st.integers(1, 600))
+       st.integers(1, 600))
 @settings(max_examples=100, deadline=None)
 def test_a_plan_has_whole_steps_and_a_resumed_run_keeps_its_batches_and_its_end(
-        world_size, later_world_size, device_batch_size, total_batch_size, num_iterations, target_flops, step):
+        world_size, later_world_size, device_batch_size, total_batch_size, num_iterations, step):
     argv = ["--depth=1", "--model_dim=64", "--num_heads=1", "--max_seq_len=32",
             f"--device_batch_size={device_batch_size}", f"--total_batch_size={total_batch_size}",
-            f"--num_iterations={num_iterations}", f"--target_flops={target_flops}"]
+            f"--num_iterations={num_iterations}"]
     flags = parse_flags(argv)
     try:
         plan = make_plan(flags, 256, "cpu", world_size)

@@ -12,9 +12,7 @@ from nanochat.checkpoint.pieces import load_checkpoint
 from nanochat.common import BadInput, get_base_dir
 from nanochat.data.tokenizer import SPECIAL_TOKENS, Tokenizer
 from scripts.base_train import main
-from tests.conftest import add_records, last_of_each
-from tests.judge import few_problems
-from tests.judge.test_sandbox import require_sandbox
+from tests.conftest import last_of_each
 
 CHUNKED = ("--kernel=chunked", "--log_every=1", "--num_heads=4", "--depth=3")
 FLASH = ("--kernel=flash", "--log_every=1", "--depth=3", "--model_dim=256", "--num_heads=2", "--num_kv_heads=1",
@@ -55,13 +53,6 @@ def test_every_mesh_trains_as_the_unsharded_model(train, reference, tokenizer_di
     assert f"{data} data × {fsdp} fsdp × {tensor} tensor" in sharded.stdout
     for field in ("tokens", "epoch", "val_bytes", "val_whole_text"):
         assert [record.get(field) for record in sharded.records] == [record.get(field) for record in whole.records]
-
-
-@pytest.mark.slow
-def test_gradients_may_travel_as_bfloat16_along_data(train, reference, tokenizer_dir):
-    flags = *CHUNKED, *LONG, f"--tokenizer_dir={tokenizer_dir}"
-    rounded, exact = train(*flags, "--mesh_fsdp=2", "--gradient_sums=bfloat16", devices=4), reference(*flags)
-    assert rounded.losses == pytest.approx(exact.losses, rel=2e-3) and rounded.losses != exact.losses
 
 
 @pytest.mark.slow
@@ -120,41 +111,18 @@ def test_tensor_takes_logits_without_a_bound_and_several_chunks_of_tokens_and_lo
 
 
 @pytest.mark.slow
-def test_auto_leaves_the_weights_whole_on_devices_of_unknown_memory(train, reference, tokenizer_dir):
-    flags = *CHUNKED, f"--tokenizer_dir={tokenizer_dir}"
-    run = train(*flags, "--mesh_fsdp=auto", devices=2)
-    assert "2 data × 1 fsdp × 1 tensor; the memory of a device (xla) is unknown" in run.stdout
-    assert_same(run, reference(*flags))
-
-
-@pytest.mark.slow
 def test_a_checkpoint_and_wandb_say_the_mesh_that_was_taken_and_the_run_goes_on_on_another(train, tokenizer_dir):
     flags = *CHUNKED, f"--tokenizer_dir={tokenizer_dir}", "--save_every=3"
-    train(*flags, "--mesh_fsdp=auto", "--num_iterations=3", run="meshes", devices=2, WANDB_MODE="offline",
+    train(*flags, "--num_iterations=3", run="meshes", devices=2, WANDB_MODE="offline",
           new_process=("-m", "scripts.base_train"))
     directory = get_base_dir() / "checkpoints" / "meshes"
     first = load_meta(directory / "step_000003")
-    assert first.mesh == {"data": 2, "fsdp": 1, "tensor": 1} and first.flags["mesh_fsdp"] == "auto"
+    assert first.mesh == {"data": 2, "fsdp": 1, "tensor": 1}
     recorded, = directory.glob("wandb/offline-run-*/*.wandb")
     assert json.dumps(first.mesh, separators=(",", ":")).encode() in recorded.read_bytes()
     train(*flags, "--mesh_fsdp=2", "--mesh_tensor=2", "--num_iterations=6", run="meshes", devices=4,
           WANDB_MODE="offline")
     assert load_meta(directory / "step_000006").mesh == {"data": 1, "fsdp": 2, "tensor": 2}
-
-
-@pytest.mark.slow
-def test_the_code_of_a_divided_model_is_that_of_the_whole(warm_ranks, tiny, tokenizer_dir, base_dir):
-    require_sandbox()
-    flags = *CHUNKED, f"--tokenizer_dir={tokenizer_dir}", "--code_eval_every=3", "--eval_every=-1"
-    found = {}
-    for axis, devices in (("data", 1), ("fsdp", 2), ("tensor", 2)):
-        argv = last_of_each(f"--run={axis}", *tiny, *flags, f"--mesh_{axis}={devices}")
-        process = add_records(warm_ranks(devices).call(few_problems.main, argv), base_dir / "checkpoints" / axis)
-        assert process.returncode == 0, process.stdout + process.stderr
-        found[axis] = {record["step"]: record["code_bpb"] for record in process.records if "code_bpb" in record}
-    assert list(found["data"]) == [3, 6]  # it trains on after the first
-    assert found["fsdp"] == pytest.approx(found["data"], rel=1e-4)
-    assert found["tensor"] == pytest.approx(found["data"], rel=1e-4)
 
 
 @pytest.mark.slow
@@ -180,10 +148,9 @@ def teacher(train, tokenizer_dir):
 def test_a_student_on_a_mesh_learns_from_a_divided_teacher_as_without_a_mesh(train, teacher, tokenizer_dir):
     """And it resumes bit for bit, before and after its teacher has gone."""
     flags = (*CHUNKED, f"--tokenizer_dir={tokenizer_dir}", f"--teacher={teacher}", "--kd_weight=0.8", "--softcap=0",
-             "--kd_temperature=1.5", "--kd_until=0.8", "--num_iterations=10", "--save_every=1", "--keep_checkpoints=10",
+             "--kd_temperature=1.5", "--num_iterations=10", "--save_every=1", "--keep_checkpoints=10",
              *LOWER_RATES)
     whole = train(*flags, run="whole")
-    assert whole.losses[8] > 0 and whole.losses[9] != train(*flags, "--kd_until=1", run="taught").losses[9]
     for data, fsdp, tensor in ((2, 2, 1), (1, 1, 2), (1, 2, 2)):
         mesh = f"--mesh_fsdp={fsdp}", f"--mesh_tensor={tensor}"
         devices, name = data * fsdp * tensor, f"on-{data}-{fsdp}-{tensor}"
@@ -237,7 +204,6 @@ def test_a_checkpoint_goes_on_on_every_other_mesh(train, reference, tokenizer_di
 
 @pytest.mark.parametrize("flags, devices, words", [
     (["--mesh_fsdp=2"], 1, "--mesh_fsdp=2 .* there are 1: use 1 along fsdp, and the others along data"),
-    (["--mesh_data=2", "--mesh_fsdp=2"], 2, "2 × 2 × 1 chips .* there are 2"),
     (["--mesh_tensor=2"], 1, "--mesh_tensor=2 .* there are 1: use 1 along tensor"),
     (["--mesh_tensor=4"], 4, "4 chips along tensor do not divide the attention heads .*2: use 2 along tensor"),
     (["--mesh_tensor=2", "--num_kv_heads=1"], 2, "do not divide the heads of keys and values .*1: use 1 along tensor"),
@@ -247,7 +213,7 @@ def test_a_checkpoint_goes_on_on_every_other_mesh(train, reference, tokenizer_di
      "4 chips along fsdp do not divide the width .* a chip along tensor has, 30: use 2 along fsdp"),
     (["--mesh_tensor=2", "--kernel=current"], 2, "--mesh_tensor .* --kernel=current"),
     (["--mesh_tensor=2", "--shard_optimizer=off"], 2, "1 fsdp × 2 tensor .* --shard_optimizer=off.*: leave it out"),
-    (["--mesh_tensor=2", "--mesh_data=3"], 6, "3 groups of 2 devices do not divide .* use 2 or 4 groups of 2 devices"),
+    (["--mesh_tensor=2"], 6, "3 groups of 2 devices do not divide .* use 2 or 4 groups of 2 devices"),
     (["--mesh_tensor=2", "--total_batch_size=300"], 2, "64 = .* 1 groups of 2 devices: use 256 or 320"),
     (["--mesh_fsdp=4"], 4, "270 tokens cannot be divided by 4: use .* 272 tokens"),
     (["--mesh_fsdp=2", "--kernel=current"], 2, "--mesh_fsdp .* --kernel=current"),
@@ -266,7 +232,6 @@ def test_meshes_that_cannot_be_are_refused_before_anything_starts(tiny, monkeypa
     ("1,8", ["--model_dim=60", "--num_heads=2"], "do not divide the width .*60: use 4 along fsdp"),
     ("1,8", [], "270 tokens cannot be divided by 8: use 1 along fsdp and tensor, .* 272 tokens"),
     ("4,2", ["--shard_optimizer=off"], "4 data × 2 fsdp × 1 tensor .* --shard_optimizer=off"),
-    ("8", ["--kernel=current", "--mesh_data=2"], "--mesh_data=2 --mesh_fsdp=1"),  # the flags count
     ("1,2,4", [], "do not divide the attention heads .*2: use 2 along tensor"),
     ("2,2", [], "TPU_MESH_CONFIG=2,2 with .* there are 8: use 1 or 2 along fsdp"),
 ])
@@ -275,4 +240,4 @@ def test_a_mesh_of_the_environment_is_refused_without_a_flag_that_nobody_gave(ti
     monkeypatch.setenv("TPU_MESH_CONFIG", config)
     with pytest.raises(BadInput, match=words) as refusal:
         main(last_of_each(*tiny, "--kernel=chunked", *flags))
-    assert ("--mesh" in str(refusal.value)) == ("--mesh_data=2" in flags)
+    assert "--mesh" not in str(refusal.value)

@@ -28,11 +28,8 @@ def test_the_plan_of_the_mission():
     assert plan_of("--depth=16", world_size=4).micro_steps == 16
 
 
-def test_the_horizon_is_the_first_of_three_flags():
-    both = ["--target_flops=1e18", "--target_param_data_ratio=10"]
-    assert plan_of("--num_iterations=7", *both).num_iterations == 7
-    by_flops = plan_of(*both)
-    assert by_flops.num_iterations == round(1e18 / (by_flops.flops_per_token * by_flops.total_batch_size))
+def test_the_horizon_is_the_first_of_two_flags():
+    assert plan_of("--num_iterations=7", "--target_param_data_ratio=10").num_iterations == 7
     by_ratio = plan_of("--target_param_data_ratio=10", "--total_batch_size=524288")
     assert by_ratio.num_iterations == round(10 * (201_326_592 + 67_108_864) / 524288)
     assert "10.0 for each of the 268,435,456 parameters of matrices and head" in str(
@@ -51,8 +48,6 @@ def test_rows_that_become_longer_keep_the_tokens_of_a_micro_step_and_cost_more_f
     assert full.flops(0, 300) == full.flops_per_token * full.tokens(0, 300)
     by_length = [flops_per_token(plan.config, length) for length in (1024, 2048, 4096)]
     assert plan.flops(50, 250) == 524288 * (50 * by_length[0] + 100 * by_length[1] + 50 * by_length[2])
-    assert plan_of(*flags, ramp, f"--target_flops={plan.flops(0, 300)}").num_iterations == 300
-    assert plan_of(*flags, f"--target_flops={full.flops(0, 300)}").num_iterations == 300
     described = "\n".join(describe_plan(plan, load_tokenizer()))
     assert "8 × 1,024 per micro-step and device, 4 × 2,048 from step 100 on, 2 × 4,096 from step 200 on" in described
 
@@ -93,19 +88,12 @@ def test_a_ramp_that_is_odd_is_refused_in_one_line(ramp, message):
 
 
 @pytest.mark.parametrize("flags, message", [
-    (["--fim_rate=0.5"], "with --fim_rate=0.5"), (["--teacher=x", "--kd_until=0.5"], "with --kd_until=0.5"),
+    (["--fim_rate=0.5"], "with --fim_rate=0.5"),
     (["--kernel=flash", "--seq_len_ramp=0:64,9:4096"], "sequences of up to 4,096 in steps of 128 and .*and 64:")])
 def test_a_ramp_that_does_not_fit_other_flags_is_refused(flags, message):
     flags = last_of_each("--max_seq_len=4096", "--num_iterations=300", "--seq_len_ramp=0:1024,9:4096", *flags)
     with pytest.raises(BadInput, match=f"--seq_len_ramp=0:.*,9:4096.*{message}"):
         make_plan(parse_flags(flags), 65536, "tpu", 8)
-
-
-@pytest.mark.parametrize("device_type, flags, message", [
-    ("cpu", [], "on cpu"), ("cuda", [], "on cuda"), ("tpu", ["--shard_optimizer=off"], "--shard_optimizer=off")])
-def test_sums_in_bfloat16_where_there_are_none_are_refused(device_type, flags, message):
-    with pytest.raises(BadInput, match=f"--gradient_sums=bfloat16.*{message}.*: leave it out"):
-        make_plan(parse_flags(["--gradient_sums=bfloat16", *flags]), 65536, device_type, 8)
 
 
 def test_the_rotary_base_is_that_of_the_final_length_and_stays_that_of_the_checkpoint():
@@ -151,9 +139,6 @@ def test_a_world_size_that_does_not_divide_is_refused():
 
 
 @pytest.mark.parametrize("flags, message", [
-    (["--target_flops=1e30"], "--target_flops=1e\\+30 .*--num_iterations"),
-    (["--target_flops=1e300"], "--target_flops=1e300 is not a number above 0 and of at most 1e\\+30, or -1"),
-    (["--target_flops=1"], "--target_flops=1 .* 0 steps"),
     (["--num_iterations=+999999999", "--decay_from=a/step_000004"],
      "^--num_iterations=999999999 makes 1000000003 steps of the run, and a run has 1 to 1,000,000,000"),
     (["--target_param_data_ratio=1e300"], "--target_param_data_ratio=1e300 is not a number above 0"),

@@ -19,12 +19,12 @@ def teacher(train):
 
 @pytest.mark.parametrize("devices, kernel", [
     (2, "chunked"), pytest.param(1, "current", marks=pytest.mark.slow)])
-def test_a_student_resumes_bit_for_bit_before_and_after_its_teacher_leaves(train, teacher, devices, kernel):
-    flags = ["--teacher=teacher", "--kd_weight=0.8", "--kd_until=0.5", f"--kernel={kernel}", "--save_every=1"]
+def test_a_student_resumes_bit_for_bit(train, teacher, devices, kernel):
+    flags = ["--teacher=teacher", "--kd_weight=0.8", f"--kernel={kernel}", "--save_every=1"]
     whole = train(*flags, run="student", devices=devices)
-    assert "depth 2, width 128, weight 0.8 at temperature 1 up to step 3" in whole.stdout
+    assert "depth 2, width 128, weight 0.8 at temperature 1" in whole.stdout
     alone = train(f"--kernel={kernel}", run="alone", devices=devices)
-    assert whole.losses[1] != alone.losses[1] and whole.losses[6] == pytest.approx(alone.losses[6], rel=0.05)
+    assert whole.losses[1] != alone.losses[1]
     recompiled = [record["recompiled"] for record in whole.records if "recompiled" in record]
     assert not recompiled
     for step in (2, 4):
@@ -43,7 +43,7 @@ def test_a_teacher_that_cannot_teach_is_refused(base_dir, tiny, teacher):
         return str(error.value)
 
     assert "no checkpoint at nobody" in refusal("--teacher=nobody")
-    assert "--kd_until=0.8 needs a teacher" in refusal("--kd_until=0.8")
+    assert "--kd_weight=0.8 needs a teacher" in refusal("--kd_weight=0.8")
     assert "is a checkpoint of this run" in refusal("--teacher=teacher", run="teacher")
     assert "sees 32 positions" in refusal("--teacher=teacher", "--max_seq_len=64")
     assert "another tokenizer" in refusal("--teacher=teacher", f"--tokenizer_dir={SHIPPED_DIR}")
