@@ -29,10 +29,9 @@ class GPTConfig:
                        unset=-1)
     n_kv_head: int = flag(None, "key and value heads (grouped-query attention); default: as many as --num_heads",
                           called="num_kv_heads", at_least=1, at_most=2**10, unset=-1)
-    window_pattern: str = flag("SSSL", "one letter per layer, repeated: L sees all positions, S --short_window; the "
-                               "last is L")
-    short_window: int = flag(None, "positions that an S layer sees; default: a quarter of --max_seq_len, rounded up to "
-                             "a multiple of 128", at_least=2, at_most=2**20, unset=-1)
+    window_pattern: str = flag("SSSL", "one letter per layer, repeated: L sees all positions, S a quarter of "
+                               "--max_seq_len; the last is L")
+    short_window: int = None  # positions that an S layer sees, 0 if there is none; default: a quarter of max_seq_len
     key_shift: bool = flag(True, "half of each head's key channels come from the previous position",
                            before=False)
     softcap: float = flag(15.0, "bound of the logits; 0: none", at_least=1, at_most=1e4, unset=0)
@@ -53,10 +52,6 @@ class GPTConfig:
         quarter = 0
         if "S" in self.window_pattern:
             quarter = in_whole(self.max_seq_len, 4 * 128) // 4  # in whole tiles of TPUs (nanochat)
-        elif self.short_window:
-            raise BadInput(f"--short_window={self.short_window}, but no layer of "
-                           f"--window_pattern={self.window_pattern} is short: give a pattern with S, such as SSSL, or "
-                           "leave --short_window out")
         self._default("short_window", quarter)
 
     def _default(self, name, value):
@@ -139,9 +134,7 @@ def as_flag(value):
 
 def config_as_flags(config):
     """Returns the flags that make a GPTConfig, {name: value}."""
-    flags = {name: as_flag(getattr(config, field.name)) for name, field in CONFIG_FLAGS.items()}
-    flags["short_window"] = flags["short_window"] or -1  # no layer is short
-    return flags
+    return {name: as_flag(getattr(config, field.name)) for name, field in CONFIG_FLAGS.items()}
 
 
 def is_given(value):

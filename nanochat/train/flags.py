@@ -235,6 +235,7 @@ class Gone(NamedTuple):
 
 
 GONE = {
+    "short_window": Gone("short layers see a quarter of --max_seq_len: leave it out"),
     "target_flops": Gone("give --num_iterations, or --target_param_data_ratio", off=(-1.0,)),
     "kd_until": Gone("the teacher stays to the end: leave it out", off=(1.0,)),
     "code_eval_every": Gone("run python3 -m scripts.code_eval --checkpoint=RUN after the run"),

@@ -231,7 +231,6 @@ def test_depth_sets_everything_and_depth_16_has_the_known_size():
 
 @pytest.mark.parametrize("overrides, words", [
     ({"window_pattern": "SXL"}, "--window_pattern=SXL"), ({"window_pattern": ""}, "--window_pattern="),
-    ({"short_window": 64}, "--short_window=64.* --window_pattern=L"),
     ({"value_embeddings": "some"}, "--value_embeddings=some"),
     ({"n_kv_head": 3}, "--num_kv_heads=3"), ({"n_head": 5, "n_kv_head": 5}, "5 heads"),
 ])

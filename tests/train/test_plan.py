@@ -112,7 +112,6 @@ def test_windows_are_those_of_the_checkpoint_unless_a_flag_says_otherwise():
     assert windows(meta_with(window_pattern="L")) == [None] * 4
     assert windows(meta_with(window_pattern="SL", short_window=512)) == [512, None, 512, None]
     assert windows(None, "--window_pattern=SSSL") == [256] * 3 + [None]
-    assert windows(None, "--window_pattern=SSSL", "--short_window=100") == [100] * 3 + [None]
 
 
 def test_a_resumed_run_keeps_the_model_of_its_checkpoint():
@@ -145,8 +144,6 @@ def test_a_world_size_that_does_not_divide_is_refused():
     (["--target_param_data_ratio=1e-300"], "--target_param_data_ratio=1e-300 .* 0 steps"),
     (["--total_batch_size=1"], "--total_batch_size=1 tokens does not divide by 65536 = .*: use 65536$"),
     (["--activation_checkpointing=qkv"], "--activation_checkpointing: invalid choice: 'qkv'"),
-    (["--short_window=64", "--window_pattern=L"],
-     "--short_window=64, but no layer of --window_pattern=L is short: give a pattern with S"),
     (["--softcap=1e-300"], "--softcap=1e-300 is not a number of at least 1 and of at most 10000.0, or 0"),
     (["--depth=10000", "--model_dim=65536"], "--model_dim=65536 is a model of .* parameters, which needs at least"),
     (["--device_batch_size=1048576", "--max_seq_len=1048576"],
