@@ -2,7 +2,6 @@
 
     <mirror>/<run>/metrics.jsonl
     <mirror>/<run>/step_000100/…            the files listed in on_disk.py
-    <mirror>/<run>/step_000123.rounded/…    the same of a state at the notice of a preemption, see rounded.py
 
 A bucket cannot rename a folder, so SHA256SUMS is copied last and deleted first: a copy without it is not whole, and no
 run resumes from it. A new VM, whose disk is empty, resumes from the newest whole copy. A run that starts over
@@ -25,14 +24,14 @@ from nanochat.checkpoint.on_disk import SUMS, Kept, step_of
 from nanochat.checkpoint.pieces import is_whole
 from nanochat.common import BadInput, Outage, move_aside, say
 from nanochat.data.bucket import in_bucket
-from nanochat.data.storage import Cancelled, Interruption, Retries, copy_files, delete_files, list_files, never
+from nanochat.data.storage import Interruption, Retries, copy_files, delete_files, list_files
 from nanochat.record.metrics import METRICS_FILE
 
 COPY_TIMEOUT_S = 1800
 LIST_TIMEOUT_S = 120
 TRY_TIMEOUT_S = 60  # for each attempt to reach the mirror at the start of a run
 OUTAGE_S = 600  # how long a start waits for an unreachable mirror
-ROUNDED = ".rounded"  # ends the names of rounded copies
+ROUNDED = ".rounded"  # ends the names of the copies that earlier versions made at a notice of preemption
 PARTIAL = ".partial"  # ends the names of files that are being copied to a directory
 _UNREACHABLE = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EHOSTDOWN, errno.EHOSTUNREACH,
                 errno.ENETUNREACH, errno.EAGAIN, errno.EBUSY}  # errors of a file system whose server does not answer
@@ -52,7 +51,7 @@ class Mirror:
 
     def whole_copies(self):
         """Returns the names of the whole copies, such as step_000100, oldest first."""
-        return [name for name, files in self._copies().items() if is_whole(files)]
+        return [name for name, files in self._copies().items() if is_whole(files) and not name.endswith(ROUNDED)]
 
     def try_to_write(self, scratch):
         """Writes a small file to the mirror and deletes it. scratch: a directory on this machine's disk."""
@@ -64,14 +63,13 @@ class Mirror:
         finally:
             source.unlink()
 
-    def copy(self, path, metrics, suffix="", is_cancelled=never):
-        """Copies the checkpoint at `path` there, with `suffix` behind its name, and its run's file `metrics`. Raises
-        Cancelled once is_cancelled() returns True."""
-        name = path.name + suffix
-        self._copy([path / file for file in on_disk.read_sums(path)], f"{self.url}/{name}", is_cancelled=is_cancelled)
+    def copy(self, path, metrics):
+        """Copies the checkpoint at `path` there, and its run's file `metrics`."""
+        target = f"{self.url}/{path.name}"
+        self._copy([path / file for file in on_disk.read_sums(path)], target)
         # Before SHA256SUMS: whoever finds a whole copy finds the metrics up to its step, too.
         self.copy_metrics(metrics)
-        self._copy([path / SUMS], f"{self.url}/{name}")
+        self._copy([path / SUMS], target)
 
     def copy_metrics(self, path, timeout_s=COPY_TIMEOUT_S):
         """Copies the run's metrics.jsonl, of this path, there."""
@@ -81,7 +79,6 @@ class Mirror:
         """Deletes what the copy `newest`, a name, makes superfluous: older copies and incomplete ones. Copies of later
         steps stay."""
         copies = {}
-        # Without rounded copies: each stands in for a whole one of its step or a later one, and `newest` is there now.
         whole = []
         for name, files in self._copies().items():
             if step_of(name) <= step_of(newest):
@@ -103,6 +100,9 @@ class Mirror:
         for name in reversed(copies):
             if step_of(name) <= after_step or not is_whole(copies[name]):
                 continue
+            if name.endswith(ROUNDED):
+                say(f"{self.url}/{name} is rounded, which this version does not read: the copy before it is used")
+                continue
             final = on_disk.final_dir(run_dir, step_of(name))
             partial = on_disk.partial_dir(run_dir, step_of(name))
             shutil.rmtree(partial, ignore_errors=True)
@@ -119,9 +119,6 @@ class Mirror:
                         "metrics that are on this disk")
                 move_aside(final)  # a damaged one of that step, if there is one
                 on_disk.publish(partial, final)
-                if name.endswith(ROUNDED):
-                    say(f"{final.name} was rounded when the VM was preempted: the run continues at its step, but not "
-                        "bit for bit")
                 return final
             shutil.rmtree(partial)
             say(f"warning: {self.url}/{name} is damaged ({problem}): the one before it is used")
@@ -146,16 +143,15 @@ class Mirror:
             match = re.search(rf"/(step_\d+(?:{ROUNDED})?)/([^/]+)$", path)
             if match:
                 found.setdefault(match[1], set()).add(match[2])
-        # Of one step, the rounded copy comes before the whole one.
-        return dict(sorted(found.items(), key=lambda copy: (step_of(copy[0]), -len(copy[0]))))
+        return dict(sorted(found.items(), key=lambda copy: step_of(copy[0])))
 
-    def _copy(self, sources, directory, timeout_s=COPY_TIMEOUT_S, is_cancelled=never):
+    def _copy(self, sources, directory, timeout_s=COPY_TIMEOUT_S):
         """Copies files to a directory. The sources or the directory are in the mirror."""
         if in_bucket(self.url):
             pairs = [(str(source), f"{directory}/{os.path.basename(source)}") for source in sources]
-            _within(timeout_s, copy_files, pairs, is_cancelled)
+            _within(timeout_s, copy_files, pairs)
         else:
-            _within(timeout_s, _copy_to_directory, sources, Path(directory), is_cancelled)
+            _within(timeout_s, _copy_to_directory, sources, Path(directory))
 
     def _remove_files(self, pattern, timeout_s=LIST_TIMEOUT_S):
         """Deletes the file of this URL, or with …/* the files of a folder and, in a directory, the folder."""
@@ -167,11 +163,9 @@ class Mirror:
             _within(timeout_s, Path(pattern).unlink)
 
 
-def _copy_to_directory(sources, directory, is_cancelled):
+def _copy_to_directory(sources, directory):
     directory.mkdir(parents=True, exist_ok=True)
     for source in map(Path, sources):
-        if is_cancelled():
-            raise Cancelled
         target = directory / source.name
         partial = target.with_name(target.name + PARTIAL)
         try:

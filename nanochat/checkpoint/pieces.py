@@ -21,7 +21,6 @@ from safetensors.torch import load_file, save_file
 
 from nanochat.checkpoint.meta import Meta, load_meta
 from nanochat.checkpoint.on_disk import LANES, META, MODEL, OPTIMIZER, SUMS, index_of, sync_to_disk, tensor_files
-from nanochat.checkpoint.rounded import restored, rounded_sizes
 
 PIECE_BYTES = 4 * 10**9  # a file is larger only if one tensor is
 WRITING_THREADS = 2  # files that a rank writes at the same time
@@ -56,7 +55,7 @@ def load_tensors(path, kind):
     for name in tensor_files(path, kind):
         if name.endswith(".safetensors"):
             tensors |= load_file(Path(path) / name)
-    return restored(tensors)
+    return tensors
 
 
 def sizes_of(state):
@@ -98,13 +97,6 @@ class Layout:
     def of(cls, model_sizes, optimizer_sizes, piece_bytes=PIECE_BYTES):
         """Returns the Layout for {tensor: bytes} of the weights and of the optimizer's state."""
         return cls(_divide(MODEL, model_sizes, piece_bytes) | _divide(OPTIMIZER, optimizer_sizes, piece_bytes))
-
-    def rounded(self):
-        """Returns the Layout of the rounded form of the same state: the same files."""
-        files = {}
-        for file, sizes in self.files.items():
-            files[file] = rounded_sizes(sizes, of_weights=file.startswith(Path(MODEL).stem))
-        return Layout(files)
 
     @property
     def num_bytes(self):

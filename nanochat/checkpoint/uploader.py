@@ -11,9 +11,9 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from nanochat.checkpoint.mirror import ROUNDED, TRY_TIMEOUT_S
+from nanochat.checkpoint.mirror import TRY_TIMEOUT_S
 from nanochat.common import BadInput, say, written_whole
-from nanochat.data.storage import Cancelled, Interruption
+from nanochat.data.storage import Interruption
 from nanochat.record.metrics import METRICS_FILE
 
 STATE_FILE = "mirror.json"
@@ -55,10 +55,10 @@ class MirrorState:
             self.behind_since = None
 
 
-# At most one checkpoint waits, `_waiting`, the newest; `_rounded` goes before it; and `_refused` is the last that the
-# mirror refused for good, for which `finish` does not wait. Methods note what they want under the lock and wake the
-# thread. The thread copies without the lock, so the Saver never waits for a bucket. It notes a copy once the mirror has
-# all of it: after a kill, mirror.json may say too little, and never too much.
+# At most one checkpoint waits, `_waiting`, the newest; and `_refused` is the last that the mirror refused for good, for
+# which `finish` does not wait. Methods note what they want under the lock and wake the thread. The thread copies
+# without the lock, so the Saver never waits for a bucket. It notes a copy once the mirror has all of it: after a kill,
+# mirror.json may say too little, and never too much.
 class Uploader:
     """Copies the newest checkpoint to a Mirror in the background. A copy that fails never stops the run: the Uploader
     reports it and retries, with a newer checkpoint once there is one."""
@@ -69,7 +69,6 @@ class Uploader:
         self._run_dir = run_dir
         self._state = MirrorState.read(run_dir)
         self._waiting = None  # the path of the checkpoint that is not in the mirror yet
-        self._rounded = None  # the path of a rounded one, which goes before all others
         self._refused = None  # the last one that the mirror has refused for good
         self._first_retry_s = self._retry_s = first_retry_s
         self._is_over = False
@@ -84,12 +83,6 @@ class Uploader:
             self._state.saved(path.name)
             if self._state.behind_since:
                 self._waiting = path
-            self._note()
-
-    def upload_rounded(self, path):
-        """Copies the rounded checkpoint at `path` at once: a copy that is in progress is cancelled and follows it."""
-        with self._condition:
-            self._rounded = path
             self._note()
 
     def behind_s(self):
@@ -120,10 +113,10 @@ class Uploader:
         deadline = time.monotonic() + END_TIMEOUT_S
         has_said = False
         with self._condition:
-            while (self._rounded or self._waiting and self._refused != self._waiting) and time.monotonic() < deadline:
+            while self._waiting and self._refused != self._waiting and time.monotonic() < deadline:
                 if is_told_to_end():
                     break
-                if not has_said and self._state.behind_since and not self._rounded:
+                if not has_said and self._state.behind_since:
                     say(f"waiting until {self._waiting.name} is in {self._mirror.url}, for up to "
                         f"{END_TIMEOUT_S / 60:.0f} minutes. It is on this machine's disk: Ctrl-C or SIGTERM ends the "
                         "wait at once")
@@ -147,32 +140,18 @@ class Uploader:
     def _work(self):
         while True:
             with self._condition:
-                self._condition.wait_for(lambda: self._rounded or self._waiting or self._is_over)
+                self._condition.wait_for(lambda: self._waiting or self._is_over)
                 if self._is_over:
                     return
-                rounded = self._rounded
                 path = self._waiting
             try:
-                if rounded:
-                    self._copy_rounded(rounded)
-                else:
-                    self._copy(path)
-            except Cancelled:
-                say(f"{path.name} waits: the state at the notice of preemption is copied first")
+                self._copy(path)
             except (Interruption, BadInput) as error:
-                self._failed(rounded or path, error)
-
-    def _copy_rounded(self, path):
-        started = time.monotonic()
-        self._mirror.copy(path, self._run_dir / METRICS_FILE, ROUNDED)
-        say(f"copied {path.name}, rounded, to {self._mirror.url} in {time.monotonic() - started:.1f} s")
-        with self._condition:
-            self._rounded = None
-            self._note()
+                self._failed(path, error)
 
     def _copy(self, path):
         started = time.monotonic()
-        self._mirror.copy(path, path.parent / METRICS_FILE, is_cancelled=lambda: self._rounded is not None)
+        self._mirror.copy(path, path.parent / METRICS_FILE)
         say(f"copied {path.name} to {self._mirror.url} in {time.monotonic() - started:.0f} s")
         self._state.copied(path.name)
         self._retry_s = self._first_retry_s
@@ -196,8 +175,7 @@ class Uploader:
             self._state.error = str(error)
             if isinstance(error, BadInput):
                 self._refused = path
-                self._rounded = None if self._rounded == path else self._rounded
             self._note()
-            # Not for as long if something else is to be copied by now: a newer checkpoint, or a rounded one.
-            self._condition.wait_for(lambda: (self._rounded or self._waiting) != path, self._retry_s)
+            # Not for as long if a newer checkpoint is to be copied by now.
+            self._condition.wait_for(lambda: self._waiting != path, self._retry_s)
             self._retry_s = min(2 * self._retry_s, RETRY_S)

@@ -56,10 +56,6 @@ class Interruption(Exception):
     """A failure that may pass: the same call may succeed later."""
 
 
-class Cancelled(Exception):
-    """The caller has cancelled a copy."""
-
-
 class _NotFound(Exception):
     """No such bucket, or no such file in it."""
 
@@ -177,13 +173,9 @@ def download(file, descriptor, begin, end, retries):
 # Copying and deleting
 
 
-def never():
-    return False
-
-
-def copy_files(pairs, is_cancelled=never):
+def copy_files(pairs):
     """Copies files, [(source, target)], a path and a URL, a few at a time; raises the first error. A file appears in a
-    bucket only once it is whole. An upload raises Cancelled once is_cancelled() returns True; downloads do not ask."""
+    bucket only once it is whole."""
     waiting = queue.SimpleQueue()
     for pair in pairs:
         waiting.put(pair)
@@ -192,7 +184,7 @@ def copy_files(pairs, is_cancelled=never):
     def work():
         try:
             while not errors:
-                _copy_file(*waiting.get_nowait(), is_cancelled)
+                _copy_file(*waiting.get_nowait())
         except queue.Empty:
             pass
         except Exception as error:
@@ -209,9 +201,9 @@ def copy_files(pairs, is_cancelled=never):
         raise errors[0]
 
 
-def _copy_file(source, target, is_cancelled):
+def _copy_file(source, target):
     if target.startswith("gs://"):
-        Retries(target, BLIP_S).call(_upload, source, target, is_cancelled)
+        Retries(target, BLIP_S).call(_upload, source, target)
         return
     retries = Retries(source, BLIP_S)
     file = retries.call(_find_file, source)
@@ -224,7 +216,7 @@ def _find_file(url):
     return _ask_for_json(_object(url), url, "put it back, or correct the URL", partial(_stored, bucket))
 
 
-def _upload(path, url, is_cancelled):
+def _upload(path, url):
     bucket, name = _parts(url)
     # A request without content opens a session. So a refusal is read before gigabytes are sent, and is not lost in a
     # connection that the bucket closes meanwhile.
@@ -238,7 +230,7 @@ def _upload(path, url, is_cancelled):
     digest = hashlib.md5()
     headers = {"Content-Type": "application/octet-stream", "Content-Length": str(os.path.getsize(path))}
     try:
-        request = urllib.request.Request(session, _content(path, digest, is_cancelled), headers, method="PUT")
+        request = urllib.request.Request(session, _content(path, digest), headers, method="PUT")
         with _opener.open(request, timeout=TRY_TIMEOUT_S) as answer:
             received = json.loads(answer.read())["md5Hash"]
     except (OSError, http.client.HTTPException, *_ODD_JSON) as error:
@@ -247,11 +239,9 @@ def _upload(path, url, is_cancelled):
         raise Interruption("the bucket received other bytes than were sent")
 
 
-def _content(path, digest, is_cancelled):
+def _content(path, digest):
     with open(path, "rb") as file:
         while part := file.read(PART_BYTES):
-            if is_cancelled():
-                raise Cancelled
             digest.update(part)
             yield part
 

@@ -20,13 +20,12 @@ import numpy as np
 from nanochat.run.pod import PodError
 from nanochat.run.watchdog import MAX_RANKS
 
-STOP, PREEMPTED = 1, 2  # kinds of request; PREEMPTED: stop, because the machine is about to end
 AGREE_TIMEOUT_S = 900
 _NEVER = 2**62
-# Offsets of the fields in the file, in numbers of 64 bits. _STOP_ASKED counts how often a stop was asked for; _KIND is
-# that of the published request, and _DUE_TICK the tick at which it is due, 0 until that is decided. Each rank has a
-# field for the tick that it is at.
-_STOP_ASKED, _IS_PREEMPTED, _WAITS_FOR_MIRROR, _KIND, _DUE_TICK = range(5)
+# Offsets of the fields in the file, in numbers of 64 bits. _STOP_ASKED counts how often a stop was asked for.
+# _IS_PUBLISHED says that each rank waits at its next tick. _DUE_TICK is the tick at which they stop, 0 until that is
+# decided. Each rank has a field for the tick that it is at.
+_STOP_ASKED, _IS_PREEMPTED, _WAITS_FOR_MIRROR, _IS_PUBLISHED, _DUE_TICK = range(5)
 _TICK = 5
 _END = _TICK + MAX_RANKS
 HOLD_S = 0.01  # within which a process sees what another has written
@@ -72,11 +71,11 @@ class Requests:
 
     # For the process that decides
 
-    def hold(self, kind):
+    def hold(self):
         """Publishes the request to this host's ranks, and returns the highest tick that any of them has reached. None
         passes its next tick until `decide` says when the request is due."""
-        self.shared[_KIND] = kind
-        # A rank writes its tick before it reads the kind. So one that saw no request has written its tick, and all
+        self.shared[_IS_PUBLISHED] = 1
+        # A rank writes its tick before it reads this. So one that saw no request has written its tick, and all
         # others stop at theirs.
         time.sleep(HOLD_S)
         return int(self.shared[_TICK:_TICK + MAX_RANKS].max())
@@ -97,7 +96,6 @@ class RankAgreement:
         """requests: the Requests of this host. spans_hosts: the ranks are on several hosts, whose parents decide.
         timeout_s: how long to wait for a decision."""
         self.is_stopping = False  # from the agreed tick on
-        self.is_preempted = False  # whether all ranks stop because the machine is about to end; on one host only
         self._requests = requests
         self._shared = requests.shared
         self._rank = rank
@@ -114,11 +112,10 @@ class RankAgreement:
         self._shared[_TICK + self._rank] = self._tick
         if self._rank == 0 and not self._spans_hosts:
             self._decide()
-        if self._shared[_KIND] and not self._due_tick:
+        if self._shared[_IS_PUBLISHED] and not self._due_tick:
             self._wait_until_decided()
         if self._tick == self._due_tick:
             self.is_stopping = True
-            self.is_preempted = self._shared[_KIND] == PREEMPTED
         return self._tick == self._due_tick
 
     def finish(self):
@@ -129,9 +126,8 @@ class RankAgreement:
     def _decide(self):
         """Publishes the request and its tick, on rank 0 of one host, if a stop was asked for."""
         requests = self._requests
-        if requests.times_asked and not self._shared[_KIND]:
-            tick = requests.hold(PREEMPTED if requests.is_preempted else STOP)
-            requests.decide(tick + 1)
+        if requests.times_asked and not self._shared[_IS_PUBLISHED]:
+            requests.decide(requests.hold() + 1)
 
     def _wait_until_decided(self):
         deadline = time.monotonic() + self._timeout_s
@@ -159,7 +155,7 @@ def _agree_with_hosts(pod, requests):
             if is_preempted:
                 requests.note_preemption()
             if stop and not is_decided:
-                ticks = pod.gather("the tick of the stop", requests.hold(STOP), math.inf)
+                ticks = pod.gather("the tick of the stop", requests.hold(), math.inf)
                 requests.decide(max(ticks) + 1)
                 is_decided = True
             time.sleep(POLL_S)

@@ -30,11 +30,6 @@ class Liveness:
         """Whether this machine is about to end, according to its metadata server."""
         return self._requests.is_preempted
 
-    @property
-    def stops_preempted(self):
-        """Whether all ranks have agreed to stop because this machine is about to end."""
-        return self._agreement.is_preempted
-
     def beat(self, phase, step):
         """Tells the watchdog that this rank begins `phase` (watchdog.PHASES), and its deadline."""
         if phase == "step" and step in self._slow_steps:

@@ -1,16 +1,9 @@
 """The checkpoints of a running run: every rank hands over its part, and rank 0 writes them in the background."""
-import hashlib
-import shutil
-from pathlib import Path
-
-from nanochat.checkpoint import rounded, saver
-from nanochat.checkpoint.pieces import PIECE_BYTES, Layout
+from nanochat.checkpoint import saver
+from nanochat.checkpoint.pieces import Layout
 from nanochat.checkpoint.uploader import Uploader
-from nanochat.common import say
 from nanochat.device.collectives import thread_barrier
 from nanochat.run.transfer import send_lanes
-
-ROUNDED_S = 20  # for the ranks to write their parts of a rounded state
 
 
 class Saves:
@@ -24,9 +17,6 @@ class Saves:
         self._saved_step = step
         self._log = log
         self._num_lanes = run.task.num_lanes
-        self._may_round = bool(run.mirror) and not run.link  # on one host only
-        self._rounded_step = None
-        self._memory = _memory_dir(run.directory)
         self._link = None
         self._saver = None
         self._uploader = None
@@ -38,7 +28,6 @@ class Saves:
         elif dist.rank > 0:
             self._saver = saver.Saver(run.directory)
         else:
-            shutil.rmtree(self._memory, ignore_errors=True)  # of a process that was killed
             if run.mirror:
                 self._uploader = Uploader(run.mirror, run.directory)
                 if run.checkpoint:
@@ -53,31 +42,18 @@ class Saves:
 
     # The loop waits for one thing only, the copy of the state from the chips to the hosts' memory (5.6 s for 3.2 GB on
     # two CPU cores, dev/log). Files, checksums and the mirror follow in threads, from that copy, which nobody changes.
-    # At the notice of a preemption the same copy serves twice: rounded for the mirror, and whole for the disk.
-    def save(self, step, lane_states, training, meta, is_preempted=False):
+    def save(self, step, lane_states, training, meta):
         """Begins to save `step`, once. Every rank must call it.
 
-        lane_states: of this rank's lanes; training: the TrainingStep; meta: the Meta, on rank 0. is_preempted: the VM
-        ends within seconds, so the mirror gets the state in its rounded form first.
+        lane_states: of this rank's lanes; training: the TrainingStep; meta: the Meta, on rank 0.
         """
-        is_new = step != self._saved_step
-        is_rounded = is_preempted and self._may_round and step != self._rounded_step
-        if not is_new and not is_rounded:
+        if step == self._saved_step:
             return
+        self._saved_step = step
         # Every rank computes the same layout from the same sizes, and so knows its files.
-        layout = Layout.of(*training.sizes(), rounded.PIECE_BYTES if is_rounded else PIECE_BYTES)
+        layout = Layout.of(*training.sizes())
         mine = layout.tensors_of(self._dist.local_rank, self._dist.num_local) if self._saver else ()
         state = training.host_state(mine)  # every rank must call it: it gathers the tensors from all
-        if is_rounded:
-            self._save_rounded(step, lane_states, layout.rounded(), state, meta)
-        if is_new:
-            self._save_whole(step, lane_states, layout, state, meta)
-        # Ranks that are threads wait for the slowest copy: an all-reduce on the CPU times out after some 15 s.
-        thread_barrier(self._dist)
-
-    def _save_whole(self, step, lane_states, layout, state, meta):
-        """Begins to write this rank's part of the checkpoint of `step`."""
-        self._saved_step = step
         if self._link:  # rank 0 is on another host
             send_lanes(self._link, step, lane_states)
         else:
@@ -86,21 +62,8 @@ class Saves:
             self._saver.save(*state, meta, layout)
         elif state[0] or state[1]:  # this rank writes some of the tensors
             self._saver.save_part(step, layout, *state)
-
-    def _save_rounded(self, step, lane_states, layout, state, meta):
-        """Writes this rank's part of the rounded state to memory. Rank 0 hands it to the mirror."""
-        self._rounded_step = step
-        try:
-            saver.save_lane_states(self._memory, step, lane_states)
-            saver.require_finite(state[0])
-            state = rounded.round_state(*state)
-            if self._dist.rank > 0:
-                return saver.write_part(self._memory, step, layout, *state)
-            options = saver.SaveOptions(lanes_timeout_s=ROUNDED_S, pieces_timeout_s=ROUNDED_S)
-            path = saver.save_checkpoint(self._memory, *state, meta, self._num_lanes, layout, options, self._log)
-            self._uploader.upload_rounded(path)
-        except (OSError, saver.NotFinite) as error:  # the checkpoint on disk follows
-            say(f"warning: the mirror gets no rounded state of step {step}: {error!r}")
+        # Ranks that are threads wait for the slowest copy: an all-reduce on the CPU times out after some 15 s.
+        thread_barrier(self._dist)
 
     def mirror_behind_s(self):
         """Returns for how many seconds the mirror has lacked the newest checkpoint, or None without a mirror."""
@@ -115,14 +78,4 @@ class Saves:
 
     def finish_mirror(self, is_told_to_end):
         """Waits until the last checkpoint is in the mirror (Uploader.finish). Returns whether it is, or none is set."""
-        is_there = not self._uploader or self._uploader.finish(is_told_to_end)
-        shutil.rmtree(self._memory, ignore_errors=True)
-        return is_there
-
-
-def _memory_dir(run_dir):
-    """Returns where the rounded state of a run is written: in memory, if this system has files there."""
-    shared_memory = Path("/dev/shm")
-    if not shared_memory.is_dir():
-        return run_dir / ".rounded"
-    return shared_memory / f"nanochat_{hashlib.sha256(str(run_dir.absolute()).encode()).hexdigest()[:16]}"
+        return not self._uploader or self._uploader.finish(is_told_to_end)

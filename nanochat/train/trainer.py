@@ -139,7 +139,7 @@ class Trainer:
         self.liveness.beat("save", self.step)
         with self.goodput.span("save"):
             meta = self.meta() if self.dist.rank == 0 else None
-            self.saves.save(self.step, self.batches.state, self.training, meta, self.liveness.stops_preempted)
+            self.saves.save(self.step, self.batches.state, self.training, meta)
 
     def run_event(self, event):
         """Runs one of the task's events, and logs its result. A stop cuts it short."""

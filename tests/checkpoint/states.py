@@ -5,19 +5,13 @@ import subprocess
 import sys
 import threading
 import time
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from nanochat.checkpoint import on_disk
 from nanochat.checkpoint.meta import Meta, rng_state
-from nanochat.checkpoint.pieces import sizes_of
 from nanochat.checkpoint.saver import SaveOptions, save_checkpoint, save_lane_states
-from nanochat.checkpoint.uploader import MirrorState
-from nanochat.device.ranks import Dist
-from nanochat.train.flags import RecordFlags
-from nanochat.train.saves import Saves
 
 RNG = rng_state()
 
@@ -39,30 +33,6 @@ def save(run_dir, step, keep=100, keep_every=-1):
     save_lane_states(run_dir, step, {0: {"row": step}, 1: {"row": step, "buffer": [1, 2, 3]}})
     return save_checkpoint(run_dir, *make_state(step), make_meta(step), num_lanes=2,
                            options=SaveOptions(on_disk.Kept(keep, keep_every)))
-
-
-class Training:
-    """As a TrainingStep, with a fixed state: two dictionaries."""
-
-    def __init__(self, state):
-        self.state = state
-        self.gathered = 0  # how often
-
-    def sizes(self):
-        return [sizes_of(part) for part in self.state]
-
-    def host_state(self, names):
-        self.gathered += 1
-        return [{name: tensor for name, tensor in part.items() if name in names} for part in self.state]
-
-
-def saves_of(run_dir, mirror, num_lanes=2, checkpoint=None):
-    """Returns the Saves of a run of one rank with a mirror, which goes on from the path of a checkpoint, if any."""
-    MirrorState(mirror.url).write(run_dir)
-    run = SimpleNamespace(directory=run_dir, link=None, mirror=mirror, checkpoint=checkpoint,
-                          flags=SimpleNamespace(record=RecordFlags()), task=SimpleNamespace(num_lanes=num_lanes))
-    step = 0 if checkpoint is None else on_disk.step_of(checkpoint)
-    return Saves(run, Dist("cpu", torch.device("cpu")), step, SimpleNamespace(flush=lambda: None))
 
 
 def names(run_dir):

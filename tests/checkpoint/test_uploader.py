@@ -10,7 +10,6 @@ from nanochat.checkpoint.mirror import Mirror, run_mirror
 from nanochat.checkpoint.on_disk import MODEL, Kept
 from nanochat.checkpoint.uploader import MirrorState, Uploader
 from nanochat.common import BadInput, Outage
-from nanochat.data.storage import Interruption
 from scripts import base_train
 from tests.buckets import OUTAGE
 from tests.checkpoint.states import save
@@ -105,37 +104,6 @@ def test_the_end_waits_for_the_mirror_until_it_is_told_to_end(run_dir, bucket, c
     said += capsys.readouterr().out.splitlines()
     assert "until step_000001 is in gs://b/run, for up to 30 minutes" in waiting and "Ctrl-C or SIGTERM" in waiting
     assert "warning: step_000001 is on this machine's disk only, and not in gs://b/run" in said[-1]
-
-
-def test_the_wait_is_said_if_a_rounded_state_goes_first_too(run_dir, capsys):
-    is_waited_for = threading.Event()
-
-    class Closing:
-        url = "there"
-
-        def whole_copies(self):
-            return []
-
-        def copy(self, path, metrics, suffix="", is_cancelled=None):
-            if not suffix:
-                raise Interruption("closed")
-            is_waited_for.wait(60)
-
-    path = save(run_dir, 1)
-    uploads = begin(Closing(), run_dir)
-    uploads.upload(path)
-    uploads.upload_rounded(path)
-    said = []
-    deadline = time.monotonic() + 30
-
-    def is_told_to_end():
-        is_waited_for.set()
-        said.extend(capsys.readouterr().out.splitlines())
-        return any("waiting until step_000001 is in there" in line for line in said) or time.monotonic() > deadline
-
-    assert not uploads.finish(is_told_to_end)
-    text = "\n".join(said)
-    assert 0 <= text.find("rounded, to there") < text.find("waiting until step_000001 is in there")
 
 
 def test_the_end_does_not_wait_for_a_mirror_that_refuses_for_good(run_dir, state, bucket, capsys):

@@ -7,7 +7,7 @@ import pytest
 
 from nanochat.checkpoint import saver, uploader
 from nanochat.run import watchdog
-from nanochat.run.agreement import STOP, RankAgreement, Requests
+from nanochat.run.agreement import RankAgreement, Requests
 from tests.run.faulty_ranks import RANKS
 
 
@@ -41,7 +41,7 @@ def test_a_rank_of_the_largest_slice_has_places_of_its_own(tmp_path):
     requests = Requests(tmp_path / "requests", create=True)
     for rank in (300, 8959):
         RankAgreement(requests, rank, 8960).agreed_to_stop()
-    assert requests.hold(STOP) == 1
+    assert requests.hold() == 1
 
 
 def test_a_step_may_take_twenty_times_its_usual_time():
