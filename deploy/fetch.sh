@@ -17,8 +17,9 @@ TO=$ROOT/checkpoints ALL="" NO_CHECKPOINTS="" WORKER=0 VM_IPS="" VM_ID=""
 parse "TO ALL NO_CHECKPOINTS VM_IPS VM_ID" "$@"
 RUN=${ARGS[1]:-}
 if [ -n "$VM_IPS" ]; then aim; else resolve ${ARGS[0]:+"${ARGS[0]}"}; fi
-run_on_vm() { retry vm 0 'current'; }
+run_on_vm() { local READ=(only run); retry vm 0 'current'; }
 RUN=${RUN:-$(run_on_vm)}
+case $RUN in .* | -* | *[!A-Za-z0-9._-]*) die 2 "$RUN is no name of a run: only letters, digits, . - and _" ;; esac
 [ -n "$RUN$DRY_RUN" ] || die 1 "no run was started on this VM; name an older one: fetch.sh HOST RUN"
 
 script <<'END'
@@ -34,24 +35,28 @@ load_env
 cd "$BASE/checkpoints/$1"
 cp "$D/runs/$1.log" run.log 2>/dev/null || true
 shift
-for name in "$@"; do [ ! -e "$name" ] || echo "$name"; done | tar -cf - -T -
+send() { printf '%s %s\n' "$1" "$2"; head -c "$1" "$2"; }
+for name in "$@"; do
+  [ ! -e "$name" ] || find "$name" -type f -printf '%s %p\n' | while read -r size path; do send "$size" "$path"; done
+done
+echo end
 END
 SEND=$SCRIPT
 
 # Prints a checksum of the small files of a checkpoint, here and on the VM: they say which run it is from.
 SUM="find . -type f -size -2048 -exec cksum {} + | LC_ALL=C sort -k 3 | cksum | tr -d ' '"
-# get NAMES copies these files and folders into incoming/ and then renames each to its place.
+# get NAMES copies these files and folders into the new folder incoming/ and then renames each to its place.
 get() {
+  local READ=(files "$TO/$RUN/incoming" "$@")
   rm -rf "$TO/$RUN/incoming"
-  mkdir -p "$TO/$RUN/incoming"
-  vm 0 "$SEND" "$RUN" "$@" | tar -xf - -C "$TO/$RUN/incoming" || return
+  vm 0 "$SEND" "$RUN" "$@" || return
   for name in "$@"; do
     [ ! -e "$TO/$RUN/incoming/$name" ] || mv "$TO/$RUN/incoming/$name" "$TO/$RUN/" || return
   done
   rm -rf "$TO/$RUN/incoming"
 }
 
-listed() { retry vm 0 "$LIST" "$RUN" "$ALL" "$SUM"; }
+listed() { local READ=(only checkpoints); retry vm 0 "$LIST" "$RUN" "$ALL" "$SUM"; }
 # fetch_steps copies the checkpoints in $steps. It returns 1 if the run has deleted one meanwhile.
 fetch_steps() {
   local step sum other deleted=0

@@ -4,11 +4,12 @@
 #   deploy/logs.sh HOST        Ctrl-C ends this command only; the run continues
 #
 #   --tail N                   how many of the existing lines to print first (default 50)
+#   --raw                      control characters of the log as they are, and not as escapes
 #   --worker N                 which VM of a pod (default 0)
 me=$0; while [ -L "$me" ]; do l=$(readlink "$me"); case $l in /*) me=$l ;; *) me=$(dirname "$me")/$l ;; esac; done
 . "$(dirname "$me")/lib/common.sh" || exit 2
-TAIL=50 WORKER=0
-parse "TAIL" "$@"
+TAIL=50 WORKER=0 RAW=""
+parse "TAIL RAW" "$@"
 resolve ${ARGS[@]+"${ARGS[@]}"}
 
 script <<'END'
@@ -20,4 +21,5 @@ status=$(cat "$D/runs/$run.exit" 2>/dev/null) || { echo "run $run was killed, or
 echo "run $run ended with status $status" >&2
 exit "$status"
 END
+[ -z "$RAW" ] || READ=(raw)
 vm 0 "$SCRIPT" "$TAIL"

@@ -18,7 +18,13 @@ need_room
 [ ${#ARGS[@]} -gt 0 ] || die 2 "no VM is named: status.sh HOST, or set NAME in deploy/config.env"
 
 field() { sed -n "s/^$1=//p" "$TMP/probe"; }
-number() { field record | sed -n "s/.*\"$1\": *\([-0-9.eE+]*\).*/\1/p"; }
+# ask I puts what from_vm.py lets through of the answer of host I into the file that field reads.
+ask() {
+  local READ=(fields)
+  limited 60 vm "$1" probe >"$TMP/probe" 2>"$TMP/ssh" || { echo "unreachable: $(tail -n 1 "$TMP/ssh")"; return 1; }
+  cat "$TMP/ssh" >&2
+  [ -n "$(field state)" ] || { echo "unreachable: an empty answer"; return 1; }
+}
 seconds() { date -u -d "$1" +%s 2>/dev/null || date -u -j -f %Y-%m-%dT%H:%M:%S "${1%%.*}" +%s; }  # GNU, BSD
 
 vm_line() { # prints what gcloud says of the VM of this name
@@ -47,7 +53,7 @@ mirror_trouble() { # prints what is wrong with the mirror, or nothing
 worker_line() { # worker_line I prints one line about worker I of a pod
   local line
   printf '  worker %s (%s)  ' "$1" "${TARGETS[$1]}"
-  if ! vm "$1" probe >"$TMP/probe" 2>"$TMP/ssh"; then echo "unreachable: $(tail -n 1 "$TMP/ssh")"; return 1; fi
+  ask "$1" || return
   line="no run yet"
   [ "$(field state)" = none ] || line="$(field run) $(field state)$(field exit | sed 's/./ with status &/')"
   echo "$line   $(field disk) GB free$(field error | sed 's/^/   error  /')"
@@ -60,11 +66,11 @@ other_workers() { # prints a line for every worker of a pod but the first
 }
 
 run_lines() {
-  if ! vm 0 probe >"$TMP/probe" 2>"$TMP/ssh"; then echo "  unreachable: $(tail -n 1 "$TMP/ssh")"; return 1; fi
+  ask 0 | sed 's/^/  /' || return
   [ "$(field state)" != none ] || { echo "  no run yet, $(field disk) GB free"; return 0; }
   echo "  run    $(field run) $(field state)$(field exit | sed 's/./ with status &/')   code $(field code)"
-  awk -v steps="$(field steps)" -v step="$(number step)" -v loss="$(number loss)" -v speed="$(number tokens_per_s)" \
-    -v mfu="$(number mfu)" -v left="$([ "$(field state)" != running ] || number time_left_s)" 'BEGIN {
+  awk -v steps="$(field steps)" -v step="$(field step)" -v loss="$(field loss)" -v speed="$(field tokens_per_s)" \
+    -v mfu="$(field mfu)" -v left="$([ "$(field state)" != running ] || field time_left_s)" 'BEGIN {
       split(steps, of, "/")
       if (step == "") { print "  step   none yet: compiling takes minutes"; exit }
       printf "  step   %d%s   loss %.4f", step, of[2] ? " of " of[2] + 0 : "", loss

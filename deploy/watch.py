@@ -34,7 +34,7 @@ from deploy.lib.calls import Calls, end_group, processes  # noqa: E402
 from deploy.lib.catalogue import hourly_prices  # noqa: E402
 from deploy.lib.keeper import ENDED, Keeper  # noqa: E402
 from deploy.lib.settings import read_settings  # noqa: E402
-from deploy.lib.state import Books, Ended, Journal, Known, replace_file  # noqa: E402
+from deploy.lib.state import Books, Ended, Journal, Known, open_private, replace_file  # noqa: E402
 from deploy.lib.worker import Worker  # noqa: E402
 from nanochat.common import BadInput  # noqa: E402
 
@@ -60,7 +60,7 @@ def main():
     signal.signal(signal.SIGTERM, on_signal)
     signal.signal(signal.SIGINT, on_signal)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the watch outlives the terminal
-    settings.state.mkdir(parents=True, exist_ok=True)
+    make_private(settings.state)
     if role == "worker":
         return work(settings)
     lock = take_lock(settings, role)
@@ -69,6 +69,15 @@ def main():
     status = keep(settings, role)
     lock.close()
     return status
+
+
+def make_private(folder):
+    """Makes the state folder, or closes one of an earlier watch.sh for other users."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    files = [path for path in folder.iterdir() if path.is_file() and not path.is_symlink()]
+    if not files or (folder / "lock").exists():
+        for path in (folder, *files):
+            path.chmod(0o700 if path == folder else 0o600)
 
 
 def check(settings):
@@ -117,7 +126,7 @@ def reserve_warning(settings, by_zone):
 
 def take_lock(settings, role):
     """Returns the open file that makes this the only keeper of this VM, or None. A guard makes room for a watch.sh."""
-    lock = open(settings.state / "lock", "a+")
+    lock = open_private(settings.state / "lock", "a+")
     deadline = time.monotonic() + 30
     while True:
         try:

@@ -116,12 +116,12 @@ class Actions:
         return not result.status
 
     def fetch(self, limit_s):
-        """Brings metrics and log home, and the newest checkpoint unless the mirror has it. Returns whether that worked;
-        if not, `error` says why."""
+        """Brings metrics and log of the run that was started here home, and its newest checkpoint unless the mirror
+        has it. Returns whether that worked; if not, `error` says why."""
         flags = [f"--to={self.settings.to}", *self.address()]
         if self.known.mirrored == self.known.checkpoint:
             flags.append("--no_checkpoints")
-        result = self.call("fetch", max(5, limit_s), self.known.run, *flags)
+        result = self.call("fetch", max(5, limit_s), self.settings.run, *flags)
         if result.status == 0 and "--no_checkpoints" not in flags:
             self.known.fetched = self.known.checkpoint
             self.save()
@@ -141,6 +141,9 @@ class Actions:
             left = deadline - self.now()
             self.stop_run(left - min(0.6 * left, self.known.transfer_s() + 30))
             self.probe(max(5, min(deadline - self.now(), 120)))
+        if self.known.run != self.settings.run:  # a name that the VM gave, and nobody here
+            return (f"{self.known.run}, which was not started here, has {self.known.checkpoint} on its disk alone: "
+                    f"fetch.sh brings it" if self.is_at_risk() else "")
         fetched = self.fetch(deadline - self.now())
         if self.is_at_risk():
             return f"{self.known.checkpoint} is on its disk alone and could not be fetched: {self.error}"
@@ -195,8 +198,8 @@ class Actions:
 
 
 def number(text):
-    """Returns the whole number that a text is, or 0."""
-    return int(text) if re.fullmatch("[0-9]+", text or "") else 0
+    """Returns the whole number of at most 15 digits that a text is, or 0."""
+    return int(text) if re.fullmatch("[0-9]{1,15}", text or "") else 0
 
 
 def is_behind(fields):

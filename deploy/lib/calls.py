@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from deploy.lib.state import replace_file
+from deploy.lib.state import open_private, replace_file
 
 DEPLOY = Path(__file__).resolve().parents[1]
 TIMED_OUT, NOT_STARTED = 124, 126  # the statuses of a call that ran past its limit, and of one that did not run
@@ -65,7 +65,7 @@ class Calls:
         content = output.read()
         output.close()
         mode = "wb" if verb == "lib/look" else "ab"
-        with suppress(OSError), open(self.settings.state / f"{path.stem}.log", mode) as log:
+        with suppress(OSError), open_private(self.settings.state / f"{path.stem}.log", mode) as log:
             log.write(content)
         text = content.decode(errors="replace")
         if timed_out:

@@ -19,4 +19,8 @@ fi
 WORKER=0
 aim
 # shellcheck disable=SC2016  # it is evaluated on the VM
-if [ "$WHAT" = run ]; then vm 0 probe; else vm 0 'head -c "$1" /dev/urandom' "$BYTES" | wc -c; fi
+case $WHAT in
+  run) READ=(fields); vm 0 probe ;;
+  rate) READ=(raw); vm 0 'head -c "$1" /dev/urandom' "$BYTES" | wc -c ;;
+  *) die 2 "--what=$WHAT is not vm, run or rate" ;;
+esac

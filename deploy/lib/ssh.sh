@@ -3,12 +3,11 @@
 ON_VM=$(cat "$LIB/on_vm.sh")
 
 # is_vm HOST returns 0 if HOST is the name of a VM, and not an IP or a host that ssh's configuration defines.
-is_vm() { case $1 in *[.:@,]*) return 1 ;; esac; [ "$(ssh -T -G "$1" | sed -n 's/^hostname //p')" = "$1" ]; }
+is_vm() { case $1 in *[.:@,]*) return 1 ;; esac; [ "$(ssh -T -G -- "$1" | sed -n 's/^hostname //p')" = "$1" ]; }
 
 # resolve HOST sets TARGETS and ALIASES for a list of IPs or ssh hosts (a,b,c), or for the VM of this name.
 resolve() {
   [ $# = 1 ] || die 2 "exactly one HOST is needed: an IP, an ssh host or the VM's name; $(basename "$0") --help"
-  case $1 in -*) die 2 "$1 is no HOST: give an IP, an ssh host or the VM's name" ;; esac
   VM_ID="" VM_TYPE="" VM_IPS=$1
   ! is_vm "$1" || need "$1" READY
   aim
@@ -18,6 +17,7 @@ aim() {
   local ip n=0
   TARGETS=() ALIASES=()
   for ip in $(printf %s "$VM_IPS" | tr , ' '); do
+    case $ip in -* | *[!A-Za-z0-9@.:_%-]*) die 2 "$ip is no HOST: give an IP, an ssh host or the VM's name" ;; esac
     if [ "$WORKER" = all ] || [ "$WORKER" = $n ]; then
       case $ip in *@*) TARGETS+=("$ip") ;; *) TARGETS+=("${SSH_USER:+$SSH_USER@}$ip") ;; esac
       ALIASES+=("${VM_ID:+tpu-$VM_ID-$n}")  # the VM's id, not its IP: a VM that is created again has another host key
@@ -28,16 +28,15 @@ aim() {
   [ ${#TARGETS[@]} -gt 0 ] || die 2 "--worker $WORKER does not exist: there are $n"
 }
 
-# What the VM's login shell prints, such as a greeting in .bashrc, comes before this line.
-BEGIN="-- nanochat begins --"
-from_begin() { local line; while IFS= read -r line; do [ "$line" != "$BEGIN" ] || exec cat; done; }
+# from_vm.py reads all that a VM says after this line, in the form of READ. Before it, .bashrc may print a greeting.
+BEGIN="-- nanochat begins --" READ=(lines)
 # script <<'END' puts the text up to END into SCRIPT. vm I SCRIPT ARGS runs a bash script on host I, with our stdin.
 script() { IFS= read -r -d '' SCRIPT || true; }
 vm() {
   local i=$1 script=$2 host=${TARGETS[$1]} alias=${ALIASES[$1]} options socket status=0
   shift 2
   options=(-o BatchMode=yes -o "ConnectTimeout=$SSH_TIMEOUT_S" -o "ServerAliveInterval=$((SSH_TIMEOUT_S / 2))"
-    -o ServerAliveCountMax=3 -o LogLevel=ERROR -E "$TMP/ssh$i" -o RemoteCommand=none -o RequestTTY=no)
+    -o ServerAliveCountMax=3 -o LogLevel=ERROR -E "$TMP/ssh$i" -a -x -o RemoteCommand=none -o RequestTTY=no)
   # A new host's key is accepted, unless the user's configuration says how to check it.
   [ "$(ssh -T -G "$host" | sed -n 's/^stricthostkeychecking //p')" != ask ] ||
     options+=(-o StrictHostKeyChecking=accept-new)
@@ -45,15 +44,16 @@ vm() {
   socket=$HOME/.ssh/nc-$(echo "$alias$host" | cksum | cut -d' ' -f1)
   [ ${#socket} -gt 86 ] || options+=(-o ControlMaster=auto -o ControlPersist=60 -o "ControlPath=\"$socket\"")
   [ -z "$alias" ] || options+=(-o "HostKeyAlias=$alias")
-  [ ! -f "$SSH_KEY" ] || options+=(-i "$SSH_KEY")
+  # Only this key: a server refuses who offers too many, and an agent may have many.
+  [ ! -f "$SSH_KEY" ] && [ ! -f "$SSH_KEY.pub" ] || options+=(-o IdentitiesOnly=yes -i "$SSH_KEY")
   [ -z "$DRY_RUN" ] || [ -n "$VERBOSE" ] || script="what --verbose shows"
   if [ -n "$DRY_RUN" ]; then say "+ ssh $host bash -c SCRIPT bash $(quote "$@") where SCRIPT is" "$script"; return; fi
   [ -d "$HOME/.ssh" ] || (umask 077 && mkdir -p "$HOME/.ssh")
-  need_room
-  rm -f "$TMP/ssh$i"
-  ssh "${options[@]}" "$host" "bash -c $(quote "echo '$BEGIN'
+  need_room && rm -f "$TMP/ssh$i"
+  "$PYTHON" "$LIB/from_vm.py" "$BEGIN" "$TMP/ssh$i" "${READ[@]}" -- \
+    ssh "${options[@]}" "$host" "bash -c $(quote "echo '$BEGIN'
 $ON_VM
-$script" bash "$@")" | from_begin || status=$?
+$script" bash "$@")" || status=$?
   if [ $status = 255 ]; then
     case $(cat "$TMP/ssh$i") in
       *"IDENTIFICATION HAS CHANGED"*) status=1; say "$host has another host key than before." \

@@ -6,6 +6,8 @@ import time
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
+from deploy.lib.from_vm import LARGEST, printable
+
 RATE_UNTIL_MEASURED = 5e6  # bytes per second between the VM and this machine: 40 Mbit/s, a slow line
 
 
@@ -19,11 +21,17 @@ def steady_time():
     return _STARTED + time.clock_gettime(_CLOCK)
 
 
+def open_private(path, mode):
+    """Opens a file that only its owner may read."""
+    return open(path, mode, opener=lambda name, flags: os.open(name, flags, 0o600))
+
+
 def replace_file(path, text):
     """Writes a file in one rename. Returns whether that worked: on a full disk the old file stays."""
     try:
         part = path.with_name(f"{path.name}.{os.getpid()}")
-        part.write_text(text)
+        with open_private(part, "w") as file:
+            file.write(text)
         part.replace(path)
         return True
     except OSError:
@@ -38,23 +46,24 @@ class Journal:
         self._posts, self._said = [], {}
 
     def note(self, text):
+        text = text.replace("\n", " ")
         self.add(f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())} {text}")
         if self.webhook:
             self._post(json.dumps({"text": f"{self.name}: {text}"}))
 
     def add(self, text):
-        """Prints a text and writes it to the journal, as it is."""
+        """Prints a text and writes it to the journal, with escapes for control characters."""
         self.show(text)
         try:
-            with open(self.path, "a", encoding="utf-8") as file:
-                file.write(text + "\n")
+            with open_private(self.path, "ab") as file:
+                file.write((printable(text) + "\n").encode())
         except OSError:  # a full disk must not end the watch
             pass
 
     def show(self, line):
         """Prints a line that is not for the journal."""
         try:
-            print(line, flush=True)
+            print(printable(line), flush=True)
         except OSError:  # the terminal was closed
             pass
 
@@ -131,11 +140,13 @@ class Known:
 
     @classmethod
     def load(cls, path):
+        """Returns what `save` has written. A value that cannot be used is as one that is missing."""
         try:
-            values = json.loads(path.read_text())
-            return cls(**{field.name: values[field.name] for field in fields(cls) if field.name in values})
-        except (OSError, ValueError, AttributeError):
-            return cls()
+            values = dict(json.loads(path.read_text()))
+        except (OSError, ValueError, TypeError, RecursionError):
+            values = {}
+        return cls(**{field.name: values[field.name] for field in fields(cls)
+                      if field.name in values and is_usable(values[field.name], field.default)})
 
     def save(self, path):
         return replace_file(path, json.dumps(asdict(self)) + "\n")
@@ -155,6 +166,21 @@ class Known:
         return 1.25 * self.checkpoint_bytes / (self.bytes_per_s or RATE_UNTIL_MEASURED)
 
 
+def is_usable(value, default):
+    """Returns whether a value that was read may take the place of this default: of its type, and a number in bounds."""
+    if isinstance(default, str | bool):
+        return type(value) is type(default)
+    return type(value) in (int, float) and 0 <= value < LARGEST
+
+
+def usable_number(text, default=0.0):
+    """Returns the number that a text is, or the default if it is none or out of bounds."""
+    try:
+        return float(text) if 0 <= float(text) < LARGEST else default
+    except ValueError:
+        return default
+
+
 class Books:
     """The spending of one run, over all starts of watch.sh, and the budget."""
 
@@ -163,14 +189,14 @@ class Books:
         self.counted_at, self.elapsed_s, self.was = steady_time(), 0.0, "absent"
         self.spent_usd = self.pending_usd = 0.0
         try:
-            words = Path(path).read_text().split()
-            self.elapsed_s, self.spent_usd, self.was = float(words[1]), float(words[2]), words[3]
-            self.pending_usd = float(words[4]) if len(words) > 4 else 0.0
-            # A VM that existed when the last watch.sh ended may have cost money since, although nobody counted.
-            if self.was != "absent":
-                self.counted_at = float(words[0])
-        except (OSError, ValueError, IndexError):
-            pass
+            words = [*Path(path).read_text().split(), *5 * [""]][:5]
+        except (OSError, ValueError):
+            return
+        self.elapsed_s, self.spent_usd, self.pending_usd = (usable_number(words[i]) for i in (1, 2, 4))
+        self.was = words[3] or "absent"
+        # A VM that existed when the last watch.sh ended may have cost money since, although nobody counted.
+        if self.was != "absent":
+            self.counted_at = usable_number(words[0], self.counted_at)
 
     def count(self, known, usd_per_hour, now):
         """Adds the time since the last count, and the VM's price for it if it existed at either end. Whether a creation

@@ -1,0 +1,204 @@
+"""What a VM says is data: VMs that answer with commands, paths, links, escapes and numbers without end."""
+import json
+import os
+import subprocess
+
+import pytest
+
+from deploy.lib.from_vm import LARGEST, Refused, printable, read_fields, receive
+from deploy.lib.state import Books, Journal, Known
+from deploy.watch import make_private
+from tests.deploy.conftest import ROOT
+from tests.deploy.made_up import World, polls
+
+BEGIN = "-- nanochat begins --"
+GOOD = "state=running\nrun=a\nsteps=1/5\ncheckpoint=step_000005\nmirror=gs://x\nmirrored=step_000001\ndisk=9\n"
+
+
+def answers(vm, text, to=""):
+    """Lets the VM answer every script that has `to` in it with this text."""
+    (vm.home / "answer").write_text(f"{BEGIN}\n{text}")
+    (vm.home / ".bashrc").write_text(
+        f'case $SSH_CONNECTION:$BASH_EXECUTION_STRING in [0-9]*"{to}"*) cat ~/answer; exit 0 ;; esac\n')
+
+
+@pytest.mark.parametrize("name", ["mirror_behind_s", "log_age_s", "checkpoint_age", "disk", "steps", "record", "exit"])
+def test_status_runs_nothing_that_a_vm_says(laptop, vm, name):
+    answers(vm, f"{GOOD}{name}=UID[$(touch {laptop.root}/pwned; echo 0)]\n")
+    output = laptop.run("status.sh", vm.ip)
+    assert "run    a running" in output and f"the VM's {name} is left out" in output
+    assert not (laptop.root / "pwned").exists()
+
+
+@pytest.mark.parametrize("run", ["../deploy", "/etc", "..", ".ssh", "-x", "a/b", "a b", "r" * 200])
+def test_fetch_makes_no_path_of_a_name_that_is_no_runs(laptop, vm, run):
+    answers(vm, f"{run}\n")
+    results = laptop.root / "to/results"
+    assert "the VM's run is left out" in laptop.run("fetch.sh", vm.ip, f"--to={results}", status=1)
+    assert not results.parent.exists()
+
+
+@pytest.mark.parametrize("checkpoint", ["delete.sh 123", "../x 1", "step_000001/../../x 1", "step_000001 UID[1]"])
+def test_fetch_asks_for_no_checkpoint_whose_name_is_none(laptop, vm, checkpoint):
+    answers(vm, f"{checkpoint}\n", to="checkpoints . |")
+    results = laptop.root / "results"
+    for path in ("a/delete.sh", "x"):
+        (results / path).parent.mkdir(parents=True, exist_ok=True)
+        (results / path).write_text("mine")
+    run_dir(vm)
+    output = laptop.run("fetch.sh", vm.ip, "a", f"--to={results}")
+    assert "the VM's checkpoints is left out" in output
+    assert (results / "a/delete.sh").read_text() == (results / "x").read_text() == "mine"
+    assert not list((results / "a").glob("*.[0-9]*"))
+
+
+def run_dir(vm):
+    folder = vm.run_dir("a")
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text("{}\n")
+    return folder
+
+
+def test_fetch_brings_no_links_and_leaves_no_half_checkpoint(laptop, vm):
+    folder = run_dir(vm)
+    (folder / "step_000005").mkdir()
+    (folder / "step_000005/meta.json").write_text("{}")
+    (folder / "step_000005/passwd").symlink_to("/etc/passwd")
+    results = laptop.root / "results"
+    laptop.run("fetch.sh", vm.ip, "a", f"--to={results}")
+    assert sorted(path.name for path in (results / "a").rglob("*")) == ["meta.json", "metrics.jsonl", "step_000005"]
+    (folder / "step_000006").mkdir()
+    (folder / "step_000006/..sh").write_text("x")
+    assert "..sh, which was not asked for" in laptop.run("fetch.sh", vm.ip, "a", f"--to={results}", status=1)
+    assert not (results / "a/step_000006").exists()
+
+
+@pytest.mark.parametrize("sent, word", [
+    ("1 delete.sh\nx", "not asked for"), ("1 ../x\nx", "not asked for"), ("1 /etc/x\nx", "not asked for"),
+    ("1 step_1/../x\nx", "not asked for"), ("1 step_1\nx", "not asked for"), ("1 metrics.jsonl/x\nx", "not asked for"),
+    ("1 step_1/a/b/c\nx", "not asked for"), ("1 step_1/.hidden\nx", "not asked for"),
+    ("1 step_1/a\x1b[2J\nx", "not asked for"),
+    ("1 step_2/x\nx", "not asked for"), (f"{10 ** 14} step_1/x\nx", "no room"), (f"{'9' * 400} step_1/x\n", "no list"),
+    ("5 step_1/x\nx", "not whole"), ("", "not whole"), ("UID[1] step_1/x\n", "no list"), ("x" * 5000, "no list"),
+])
+def test_files_that_were_not_asked_for_are_refused(tmp_path, sent, word):
+    (tmp_path / "sent").write_text(f"{sent}")
+    with open(tmp_path / "sent", "rb") as stream, pytest.raises(Refused, match=word) as error:
+        receive(stream, tmp_path / "to/incoming", ["metrics.jsonl", "step_1"])
+    assert "\x1b" not in str(error.value)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.name not in ("sent", "x")]
+
+
+def test_files_that_were_asked_for_arrive_without_their_modes(tmp_path):
+    (tmp_path / "sent").write_text("3 step_1/x\nabc2 metrics.jsonl\n{}end\n")
+    with open(tmp_path / "sent", "rb") as stream:
+        receive(stream, tmp_path / "new", ["metrics.jsonl", "step_1"])
+    assert (tmp_path / "new/step_1/x").read_text() == "abc" and (tmp_path / "new/metrics.jsonl").read_text() == "{}"
+
+
+ESCAPES = "\x1b]52;c;cHduZWQ=\x07 \x1b[2J \x9b2J \r\u202e"
+
+
+def test_escapes_of_a_terminal_are_printed_as_escapes_unless_raw_is_wanted(laptop, vm):
+    answers(vm, f"{GOOD}error={ESCAPES}\n")
+    bashrc = (vm.home / ".bashrc").read_text()
+    (vm.home / ".bashrc").write_text(bashrc.replace("cat ~/answer", "cat ~/answer >&2; cat ~/answer"))
+    for script, status, *flags in (("status.sh", 0), ("logs.sh", 0), ("stop_run.sh", 0), ("setup.sh", 0),
+                                   ("train.sh", 0, "--", "--run=a")):
+        output = laptop.run(script, vm.ip, *flags, status=status)
+        assert not set(output) & set("\x1b\x07\x9b\r\u202e"), script
+        assert "\\x1b]52;c;cHduZWQ=\\x07" in output, script
+    assert "\x1b[2J" in laptop.run("logs.sh", vm.ip, "--raw")
+
+
+def test_escapes_are_escapes_in_the_journal_too(tmp_path, capsys):
+    journal = Journal(tmp_path, "nano")
+    journal.note(f"a{ESCAPES}\nb")
+    journal.add(f"c\n{ESCAPES}\ud800")
+    for text in (capsys.readouterr().out, journal.path.read_text()):
+        assert "\x1b" not in text and "\\x1b]52" in text and "c\n" in text and len(text.splitlines()) == 3
+    assert printable("ä → 1\n\t") == "ä → 1\n\t"
+
+
+@pytest.mark.parametrize("name", ["checkpoint_bytes", "log_age_s", "mirror_behind_s"])
+def test_a_number_without_end_ends_no_watch(tmp_path, name):
+    world = World(tmp_path)
+    world.run |= {name: "9" * 400}
+    polls(world.worker(), 3)
+    assert world.known.checkpoint_bytes in (0, 1000)
+    assert world.actions.reserve_s() < 10_000 and "delete" not in world.done
+
+
+def test_fields_out_of_bounds_are_as_missing_ones():
+    fields = read_fields(f"run=../x\nstate=a\ndisk={'9' * 400}\nmirror_behind_s=08\ncheckpoint=delete.sh\nother=1\n"
+                         f'record={{"loss": 1e999, "step": {"9" * 400}, "mfu": true, "tokens_per_s": 5}}\n')
+    assert fields == {"mirror_behind_s": "8", "tokens_per_s": "5"}
+    for record in ("[" * 100_000, "[1]", "9" * 5000, '{"step": NaN}'):
+        assert read_fields(f"record={record}") == {}
+
+
+@pytest.mark.parametrize("value", [int("9" * 400), -1, LARGEST, "5", None, [], True, float("inf")])
+def test_a_state_that_cannot_be_used_is_as_one_that_is_missing(tmp_path, value):
+    path = tmp_path / "known.json"
+    path.write_text(json.dumps({"state": "READY", "checkpoint_bytes": value, "bytes_per_s": value, "run": 5}))
+    known = Known.load(path)
+    assert known == Known(state="READY") and known.transfer_s() == 0
+    path.write_text("[" * 100_000)
+    assert Known.load(path) == Known()
+
+
+@pytest.mark.parametrize("text, spent", [("1 nan 5 READY", 5), ("1 2 inf READY", 0), ("1 2 5", 5), ("\xff", 0),
+                                         (f"{'9' * 400} 2 5 READY", 5), ("", 0)])
+def test_books_that_cannot_be_read_end_no_watch(tmp_path, text, spent):
+    (tmp_path / "spent").write_text(text)
+    books = Books(tmp_path / "spent", 10, 10)
+    assert books.spent_usd == spent and 0 <= books.elapsed_s < 10 and books.counted_at < LARGEST
+    books.count(Known(), 2, books.counted_at + 1)
+    assert Books(tmp_path / "spent").spent_usd == pytest.approx(books.spent_usd, abs=1e-6)
+
+
+def test_watch_fetches_the_run_that_it_started_and_not_the_one_that_the_vm_names(tmp_path):
+    world = World(tmp_path)
+    world.run |= {"run": "mine", "checkpoint": "step_000200"}
+    fetched = []
+    world.fails["fetch"] = lambda flags: fetched.append(flags[0])
+    reason = world.actions.rescue(100)
+    assert "mine" in reason and "fetch.sh" in reason and fetched == []
+    world.run |= {"run": "d16"}
+    world.actions.rescue(100)
+    assert fetched == ["d16"]
+
+
+def test_the_state_folder_is_closed_for_others(tmp_path):
+    folder = tmp_path / "state"
+    folder.mkdir(mode=0o755)
+    for name in ("lock", "journal"):
+        (folder / name).write_text("")
+    make_private(folder)
+    world_journal = Journal(folder, "nano")
+    world_journal.note("text")
+    Known().save(folder / "known.json")
+    Books(folder / "spent").count(Known(), 1, 5)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o600} and len(list(folder.iterdir())) == 4
+
+
+def test_an_agent_with_many_keys_does_not_hide_the_right_one(laptop, vm):
+    agent = dict(line.split(";")[0].split("=") for line in subprocess.check_output(
+        ["ssh-agent", "-s"], text=True).splitlines() if "=" in line)
+    try:
+        for number in range(7):
+            key = laptop.home / f"key{number}"
+            subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", key], check=True)
+            subprocess.run(["ssh-add", "-q", key], check=True, env={**os.environ, **agent})
+        assert "no run yet" in laptop.run("status.sh", vm.ip, env=agent)
+    finally:
+        os.kill(int(agent["SSH_AGENT_PID"]), 15)
+
+
+@pytest.mark.parametrize("host", ["-oProxyCommand=touch pwned", "a;b", "$(touch pwned)", "a b"])
+def test_an_address_that_is_none_reaches_no_command(tmp_path, host):
+    environment = {**os.environ, "NANOCHAT_DEPLOY_CONFIG": "/nonexistent"}
+    result = subprocess.run([ROOT / "deploy/lib/look.sh", "nano", "--what=run", f"--vm_ips={host}"], cwd=tmp_path,
+                            capture_output=True, text=True, env=environment, timeout=60)
+    assert result.returncode == 2 and not (tmp_path / "pwned").exists()
