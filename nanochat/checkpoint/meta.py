@@ -11,7 +11,7 @@ from nanochat.checkpoint.on_disk import META, read_text
 from nanochat.common import BadInput
 
 FORMAT = 2  # of a checkpoint. Whoever changes the meaning of a field of Meta, or of a config, raises it
-GONE_FIELDS = {}  # of configs: the value that meant "off", the only one that is still read
+GONE_FIELDS = {"ngram_rows": 0}  # of configs: the value that meant "off", the only one that is still read
 
 
 @dataclass(frozen=True)

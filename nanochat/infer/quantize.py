@@ -13,7 +13,6 @@ from nanochat.common import BadInput
 from nanochat.kernels import plain
 from nanochat.kernels.choose import get_kernels
 from nanochat.kernels.int8 import rounded
-from nanochat.model import ngrams
 from nanochat.model.layers import ATTENTION, MLP, VALUES, CachedText, WholeText
 from nanochat.model.tiny import IDS, require_close, tiny_gpt
 
@@ -73,7 +72,6 @@ class Int8GPT:
         self.wte = model.wte.detach().clone()
         self.logit_cap = model.logit_cap
         self.value_table = model.value_table.detach().clone() if model.config.num_values else None
-        self.ngram_table = model.ngram_table.detach().clone() if model.config.ngram_rows else None
         self.rotary = torch.complex(model.cos, -model.sin)[:, None]  # (max_seq_len, 1, head_dim / 2)
         self.lm_head = matrix(model.lm_head.detach())
         self.layers = [_Int8Layer(model, index, matrix) for index in range(model.config.n_layer)]
@@ -84,11 +82,7 @@ class Int8GPT:
         if positions is None:
             positions = slice(0, ids.size(1))
         rotary = self.rotary[positions]
-        x0 = _norm(F.embedding(ids, self.wte))
-        if self.ngram_table is not None:
-            rows = ngrams.rows_of(ids, self.config.ngram_rows, cache, positions)
-            x0 = x0 + ngrams.added_by(F.embedding(rows, self.ngram_table))
-        x = x0
+        x = x0 = _norm(F.embedding(ids, self.wte))
         values = None
         if self.value_table is not None:
             heads = self.config.n_kv_head, self.config.head_dim

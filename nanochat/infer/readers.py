@@ -10,7 +10,6 @@ from nanochat.infer.sample import never_stop
 from nanochat.model.config import in_whole
 from nanochat.model.gpt import KVCache
 from nanochat.model.layers import causal_mask
-from nanochat.model.ngrams import BEFORE
 
 BLOCK = 64  # positions to read at a time
 ROWS = 4  # see BlockCache
@@ -34,18 +33,13 @@ class BlockCache(KVCache):
         befores[:, positions.start + 1:positions.stop + 1] = k
         return befores[:, positions].to(k.dtype)
 
-    def after_previous(self, ids, positions):
-        tokens, = self.tokens
-        tokens[:, positions.start + BEFORE:positions.stop + BEFORE] = ids
-        return tokens[:, positions.start:positions.stop + BEFORE]
-
     def copy_prompt(self, other, length):
         """Copies the first `length` positions of another cache, with one row, to each row of this one. The rest gets
         no memory until it is written."""
         for mine, theirs in zip([*self.keys, *self.values], [*other.keys, *other.values], strict=True):
             mine[:, :, :length] = theirs[:, :, :length]
-        for mine, theirs in zip([*self.befores, *self.tokens], [*other.befores, *other.tokens], strict=True):
-            mine[:, :length + BEFORE] = theirs[:, :length + BEFORE]
+        for mine, theirs in zip(self.befores, other.befores, strict=True):
+            mine[:, :length + 1] = theirs[:, :length + 1]
 
     def attend(self, layer, q, k, v, positions, window):
         """As KVCache.attend, computed in the dtype of the cache. All positions lie in one block."""

@@ -39,8 +39,6 @@ class GPTConfig:
                              before=False)
     value_embeddings: str = flag("shared", "learned per-token vectors that every second layer adds to attention's "
                                  "values: shared, own or off", before="off", choices=("off", "own", "shared"))
-    ngram_rows: int = flag(0, "rows (a power of two) of a table of hashed token pairs and triples; 0: none",
-                           at_least=2, at_most=2**24, unset=0)
     rotary_base: float = None  # see rotary_base_for
 
     def __post_init__(self):
@@ -76,9 +74,6 @@ class GPTConfig:
                            "for example SSSL")
         if self.value_embeddings not in ("off", "own", "shared"):
             raise BadInput(f"--value_embeddings={self.value_embeddings} is unknown: use off, own or shared")
-        if self.ngram_rows & (self.ngram_rows - 1):
-            raise BadInput(f"--ngram_rows={self.ngram_rows} is no power of two: give for example "
-                           f"{1 << self.ngram_rows.bit_length()}")
 
     @property
     def head_dim(self):

@@ -10,15 +10,14 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from nanochat.model import layers, ngrams
+from nanochat.model import layers
 from nanochat.model.logit_cap import LogitCap
 from nanochat.model.weights import initial_weights, layer_weights, shapes
 
 
 class KVCache:
     """Keys and values of each layer, (B, H_kv, max_len, head_dim). If keys are shifted, also `befores`, (B, max_len +
-    1, C_kv): at each position the keys of the previous one. With --ngram_rows also `tokens`, (B, 2 + max_len), a list
-    of one. The shapes never change, so XLA compiles once."""
+    1, C_kv): at each position the keys of the previous one. The shapes never change, so XLA compiles once."""
 
     def __init__(self, config, batch_size, max_len, dtype, device):
         def zeros(*shape):
@@ -29,24 +28,6 @@ class KVCache:
         self.befores = []
         if config.key_shift:
             self.befores = zeros(max_len + 1, config.n_kv_head * config.head_dim)
-        self.tokens = []
-        if config.ngram_rows:
-            self.tokens = [torch.zeros(batch_size, ngrams.BEFORE + max_len, dtype=torch.int32, device=device)]
-
-    def after_previous(self, ids, positions):
-        """Keeps ids (B, T) at `positions`, as in attend. Returns them after the two previous ids, (B, 2 + T)."""
-        tokens, = self.tokens
-        if positions.dim() == 1:
-            kept = tokens.index_copy(1, positions + ngrams.BEFORE, ids.int())
-            asked = torch.cat([positions[:1], positions[:1] + 1, positions + ngrams.BEFORE])
-            found = kept.index_select(1, asked)
-        else:
-            places = positions[:, 0]  # (B, 1)
-            everywhere = torch.arange(tokens.size(1), device=ids.device)
-            kept = torch.where(places + ngrams.BEFORE == everywhere, ids.int(), tokens)
-            found = kept.gather(1, places + torch.arange(ngrams.BEFORE + 1, device=ids.device))
-        self.tokens[0] = kept
-        return found
 
     def keys_before(self, layer, k, positions):
         """Keeps k (B, T, C_kv) of `layer` at `positions`, as in attend. Returns the keys of the previous positions,
@@ -155,9 +136,6 @@ class GPT(nn.Module):
         takes them. It writes their keys and values to the cache, and they see all earlier positions in it.
         """
         x0 = layers.norm(self.kernels.embedding(ids, self.wte, self.compute_dtype))  # (B, T, C)
-        if self.config.ngram_rows:
-            rows = ngrams.rows_of(ids, self.config.ngram_rows, cache, positions)
-            x0 = x0 + ngrams.added_by(self.kernels.embedding(rows, self.ngram_table, self.compute_dtype))
         if self.kernels.run_layers and cache is None:
             return layers.norm(self._all_layers(x0, ids))
         return layers.norm(self._layer_by_layer(x0, ids, cache, positions))

@@ -1,4 +1,4 @@
-"""The optimizer: Muon for the matrices, Adagrad for n-grams, AdamW for the other weights. rates.py has their rates.
+"""The optimizer: Muon for the matrices, AdamW for the other weights. rates.py has their rates.
 
 Numbers that change with the step (learning rates, momentum, bias corrections) reach the device as one small tensor. The
 compiled program contains none of them, so no schedule makes it compile again.
@@ -11,7 +11,7 @@ import torch
 from nanochat.device.collectives import all_reduce_sum
 from nanochat.device.mesh import Mesh
 from nanochat.device.programs import one_program
-from nanochat.model.rates import Adagrad, AdamW, adam_step, muon_momentum
+from nanochat.model.rates import muon_momentum
 from nanochat.model.weights import UNDIVIDED
 
 MUON_BETA2 = 0.95
@@ -42,14 +42,6 @@ def adamw(p, exp_avg, exp_avg_sq, gradient, rule, betas, scheduled):
         p = p * (1 - lr * rule.weight_decay)
     step = rule.step(lr, exp_avg / scheduled.bias1, (exp_avg_sq / scheduled.bias2).sqrt())
     return p - step, exp_avg, exp_avg_sq
-
-
-def adagrad(p, sum_of_squares, gradient, lr):
-    """Returns the rows p (R, C) of a table and `sum_of_squares` (R, 1), the sum of the mean squares of each row's
-    gradients, after an update. A row without gradient stays. Under Adam, a row that occurs once in a thousand steps
-    would go on along that gradient for many steps more."""
-    sum_of_squares = sum_of_squares + gradient.square().mean(dim=-1, keepdim=True)
-    return p - adam_step(lr, gradient, sum_of_squares.sqrt()), sum_of_squares
 
 
 # Muon (Jordan et al. 2024) makes the direction of an update orthogonal, evens out its neurons, and decays only weights
@@ -196,10 +188,8 @@ class MuonAdamW:
 
     def _create_state(self, name):
         master = self.masters[name]
-        rule = self.rules.adam.get(name)
-        of_second_moment = master if isinstance(rule, AdamW) else master[..., :1]
-        if not isinstance(rule, Adagrad):
-            self.state[f"{name}.momentum"] = torch.zeros_like(master)
+        of_second_moment = master if name in self.rules.adam else master[..., :1]
+        self.state[f"{name}.momentum"] = torch.zeros_like(master)
         self.state[f"{name}.second_moment"] = torch.zeros_like(of_second_moment)
         if self.rules.average_decay:
             self.state[f"{name}.average"] = master.detach().clone()
@@ -266,9 +256,7 @@ class MuonAdamW:
         for name in self.parameters:
             master, *state = self._held(name)
             rule = rules.adam.get(name)
-            if isinstance(rule, Adagrad):
-                new = adagrad(master, state[0], gradients[name], rule.lr * scheduled.lr_multiplier)
-            elif rule:
+            if rule:
                 new = adamw(master, *state[:2], gradients[name], rule, rules.betas, scheduled)
             else:
                 lr = rules.matrix_lr * scheduled.lr_multiplier

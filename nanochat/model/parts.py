@@ -212,6 +212,3 @@ def require_parts(mesh, config):
         raise BadInput(f"a mesh of {mesh} divides the vocabulary among all {mesh.chips} chips, and "
                        f"{config.vocab_size} tokens cannot be divided by {mesh.chips}: use 1 along fsdp and tensor, or "
                        f"a --tokenizer_dir with {-(-config.vocab_size // mesh.chips) * mesh.chips} tokens")
-    if config.ngram_rows % mesh.chips:
-        raise BadInput(f"a mesh of {mesh} divides the rows of --ngram_rows={config.ngram_rows} among all {mesh.chips} "
-                       "chips: use 1 along fsdp and tensor")

@@ -111,15 +111,9 @@ class AdamW:
 
 
 @dataclass(frozen=True)
-class Adagrad:
-    """How the rows of a table are updated (optim.adagrad)."""
-    lr: float
-
-
-@dataclass(frozen=True)
 class Rules:
     """How each parameter is updated, and the schedule."""
-    adam: dict  # name of a parameter -> AdamW or Adagrad; Muon updates the others, stacks of matrices (L, m, n)
+    adam: dict  # name of a parameter -> AdamW; Muon updates the others, stacks of matrices (L, m, n)
     matrix_lr: float
     matrix_weight_decay: float
     schedule: OptimConfig  # or another object with its warmup_steps, warmdown_ratio and final_lr_frac
@@ -150,7 +144,6 @@ def gpt_rules(config, total_batch_size, num_iterations, width, matrix_dtype=torc
         scale_here = scale
         if rate.by_width:
             scale_here = scale * width_lr_scale(width)
-        rule = Adagrad if rate.of_rows else AdamW
-        adam[weight.name] = rule(base * rate.factor * scale_here)
+        adam[weight.name] = AdamW(base * rate.factor * scale_here)
     decay = decay_rate(config.weight_decay, matrix_lr, horizon)
     return Rules(adam, matrix_lr, decay, config, num_iterations, matrix_dtype=matrix_dtype, earlier_steps=earlier_steps)

@@ -31,14 +31,13 @@ class Rate:
     flag: str
     factor: float = 1.0
     by_width: bool = False  # also × rates.width_lr_scale
-    of_rows: bool = False  # Adagrad updates its rows, instead of AdamW
 
 
 @dataclass(frozen=True)
 class Weight:
-    """One weight. A stack has a slice per layer, a table a row per token or n-gram."""
+    """One weight. A stack has a slice per layer, a table a row per token."""
     name: str
-    shape: str  # as in `sizes`; a stack begins with L, a table with V or R
+    shape: str  # as in `sizes`; a stack begins with L, a table with V
     group: str  # in which its parameters are counted
     start: Start = Start()
     start_with_values: Start | None = None  # in a model with value embeddings; None: the same
@@ -74,20 +73,19 @@ WEIGHTS = (
     Weight("gate_scale", "L G 1", "gates", Start.at(1.0), rate=Rate("", 0.035), only_with="layer_gates"),
     Weight("value_table", "V N", "value embeddings", Start(uniform=1.5), rate=Rate("embedding_lr", 0.5, by_width=True),
            only_with="num_values"),
-    Weight("ngram_table", "R C", "n-grams", rate=Rate("embedding_lr", 1 / 3, of_rows=True), only_with="ngram_rows"),
     Weight("lm_head", "V C", "head", Start(normal=0.001), rate=Rate("unembedding_lr", by_width=True)),
 )
 DIVIDED_BY_INPUTS = frozenset(weight.name for weight in WEIGHTS if weight.divides == "inputs")
 UNDIVIDED = frozenset(weight.name for weight in WEIGHTS if not weight.is_divided)
 # In the order to print them.
-GROUPS = ("matrices", "embedding", "head", "scalars", "gates", "value embeddings", "n-grams")
+GROUPS = ("matrices", "embedding", "head", "scalars", "gates", "value embeddings")
 
 
 def sizes(config):
     """Returns the sizes that the letters in the shapes stand for, {letter: size}, in a GPTConfig's model."""
     kv_width = config.n_kv_head * config.head_dim
     return {"V": config.vocab_size, "L": config.n_layer, "C": config.n_embd, "C_kv": kv_width, "4C": 4 * config.n_embd,
-            "G": NUM_GATES, "1": 1, "N": config.num_values * kv_width, "R": config.ngram_rows}
+            "G": NUM_GATES, "1": 1, "N": config.num_values * kv_width}
 
 
 def shapes(config):

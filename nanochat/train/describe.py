@@ -17,7 +17,7 @@ SHORT_FLOPS = 1e14  # a CPU is done with a shorter run in minutes
 DAY_S = 86400
 FIRST_TRY = "--num_iterations=100 --max_seq_len=256 --device_batch_size=4 --total_batch_size=4096"
 
-TABLES = ("embedding", "head", "value embeddings", "n-grams")  # of the parameters: rows of tokens or n-grams
+TABLES = ("embedding", "head", "value embeddings")  # of the parameters: rows of tokens
 
 
 def describe_plan(plan, tokenizer):
@@ -96,8 +96,6 @@ def _describe_rates(plan):
     rates = {"matrices": rules.matrix_lr, "embedding": rules.adam["wte"].lr, "head": rules.adam["lm_head"].lr}
     if plan.config.num_values:
         rates["value table"] = rules.adam["value_table"].lr
-    if plan.config.ngram_rows:
-        rates["n-grams"] = rules.adam["ngram_table"].lr
     rates["scales of the embedding"] = rules.adam["x0_scale"].lr
     heights = ", ".join(f"{name} {rate:.3g}" for name, rate in rates.items())
     return f"{rises}, {falls}; at lr 1.000: {heights}"
@@ -122,10 +120,10 @@ def held_bytes(parameters, size, mesh, layers):
     """Returns the bytes that a chip holds between programs, {what: bytes}.
 
     parameters: {group: number}; size: the bytes of a weight. The chips divide the optimizer's state, fp32 weights and
-    averages: one for matrices, of which a chip has whole layers, none for n-grams, and two for the other tables.
+    averages: one for matrices, of which a chip has whole layers, and two for tables.
     """
     weights = sum(parameters.values()) / (mesh.fsdp * mesh.tensor)
-    tables = 12 * sum(parameters.get(name, 0) for name in TABLES) - 8 * parameters.get("n-grams", 0)
+    tables = 12 * sum(parameters.get(name, 0) for name in TABLES)
     # A chip gets whole layers of each stack, because Muon needs whole matrices; zeros pad their number.
     matrices = parameters["matrices"] // layers * (layers + -layers % mesh.chips)
     return {"weights": size * weights, "gradients": 4 * weights, "optimizer": (8 * matrices + tables) / mesh.chips}
@@ -139,7 +137,7 @@ def _describe_fsdp(plan):
     gathered = 3 * plan.parameters["matrices"] + 2 * tables
     num_bytes = plan.dtype.itemsize * gathered / plan.mesh.tensor * _others(plan.mesh.fsdp)
     return (f"{num_bytes / 1e9:.3g} GB from each along fsdp: matrices twice, tables (embedding, head, value "
-            "embeddings, n-grams) once, all gradients once")
+            "embeddings) once, all gradients once")
 
 
 def _describe_tensor(plan):

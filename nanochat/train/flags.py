@@ -242,6 +242,7 @@ GONE = {
     "code_eval_problems": Gone("run python3 -m scripts.code_eval --checkpoint=RUN --problems=… after the run"),
     "gradient_sums": Gone("chips exchange gradients in float32: leave it out", off=("float32",)),
     "mesh_data": Gone("it is the number of chips / (mesh_fsdp × mesh_tensor): leave it out"),
+    "ngram_rows": Gone("models have no tables of n-grams: leave it out"),
     "wandb_project": Gone("set $WANDB_PROJECT"),
     "save_every_minutes": Gone("divide the minutes by the time of a step, and give --save_every=STEPS"),
     "checkpoint_piece_gb": Gone("files have 4 GB at most: leave it out"),

@@ -137,7 +137,7 @@ def test_every_kernel_gives_the_same_losses_and_gradients(kernel, activation_che
     monkeypatch.setattr(on_cpu, "BLOCK_QUERIES", 5)
     config = GPTConfig(vocab_size=61, max_seq_len=12, n_layer=3, n_embd=256, n_head=2, n_kv_head=1,
                        window_pattern="SL", short_window=6, softcap=softcap, key_shift=values != "off",
-                       layer_gates=values == "own", value_embeddings=values, ngram_rows=64 * (values == "shared"))
+                       layer_gates=values == "own", value_embeddings=values)
     ids, targets = some_ids(config), some_ids(config, seed=5)
     targets[0, 3] = IGNORE_INDEX
     reference = build(config)
@@ -189,7 +189,7 @@ def test_a_layer_that_no_kernel_knows_by_hand_has_the_same_losses_and_gradients(
 
 
 @pytest.mark.parametrize("options", [{}, {"key_shift": False}, {"layer_gates": True}, {"value_embeddings": "own"},
-                                     SHARED, {"ngram_rows": 64}])
+                                     SHARED])
 def test_cached_hidden_states_equal_uncached_ones(options):
     config = GPTConfig(**{**TINY, "n_kv_head": 2, "window_pattern": "SL", **options})
     model, ids = build(config), some_ids(config)
