@@ -64,7 +64,7 @@ def is_scaled(model):
     has_scales = bool((model.resid_scale != 1).any() or (model.x0_scale != 0).any())
     has_other_cap = model.logit_cap.for_transformers().keys() != {"final_logit_softcapping"}
     return bool(has_scales or has_other_cap or any(config.windows()) or config.key_shift or config.layer_gates
-                or config.num_values)
+                or config.has_values)
 
 
 def weights(model):

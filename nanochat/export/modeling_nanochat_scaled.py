@@ -10,7 +10,7 @@ This file needs nothing else of the program that trained the model. It extends t
 - `layer_gates`: scale × 2 × sigmoid(map · normalised input) multiplies attention's values, and the outputs of attention
   and MLP (arXiv 2409.19606).
 - `value_embeddings`: every second layer adds a vector of the token to attention's values (arXiv 2410.17897), the same
-  one in all layers, or each its own.
+  one in all layers.
 
 The model has its own name, because without trust_remote_code transformers would otherwise silently load these weights
 without the scales. Licence: MIT.
@@ -44,7 +44,7 @@ PLAIN_LAYERS = DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidi
 
 class ScaledNanoChatConfig(NanoChatConfig):
     """layer_types: "full_attention" or "sliding_attention" for each layer; sliding_window: the number of positions that
-    a layer of the second kind sees, with its own; value_embeddings: "off", "shared" or "own"."""
+    a layer of the second kind sees, with its own; value_embeddings: "off" or "shared"."""
     model_type = "nanochat_scaled"
     layer_types: list[str] | None = None
     sliding_window: int | None = None
@@ -159,10 +159,9 @@ class ScaledNanoChatModel(Scaled, NanoChatModel):
     def __init__(self, config):
         super().__init__(config)
         self.layers = nn.ModuleList(ScaledNanoChatLayer(config, i) for i in range(config.num_hidden_layers))
-        if config.value_embeddings != "off":  # every second layer's, the last one's among them, side by side
+        if config.value_embeddings != "off":
             width = config.num_key_value_heads * config.hidden_size // config.num_attention_heads
-            tables = 1 if config.value_embeddings == "shared" else -(-config.num_hidden_layers // 2)
-            self.value_table = nn.Embedding(config.vocab_size, tables * width)
+            self.value_table = nn.Embedding(config.vocab_size, width)
         self.post_init()
 
     @merge_with_config_defaults
@@ -214,10 +213,8 @@ class ScaledNanoChatModel(Scaled, NanoChatModel):
             return found
         # Every second layer has an embedding, counted from the last: 1, 3, 5 … of an even number of layers, 0, 2, 4 …
         # of an odd one.
-        count = -(-len(found) // 2)
-        embedded = self.value_table(input_ids)  # (B, T, tables × width)
-        own = [embedded] * count if self.config.value_embeddings == "shared" else embedded.chunk(count, dim=-1)
-        found[(len(found) - 1) % 2::2] = own
+        embedded = self.value_table(input_ids)  # (B, T, width)
+        found[(len(found) - 1) % 2::2] = [embedded] * -(-len(found) // 2)
         return found
 
 

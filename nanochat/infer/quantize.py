@@ -71,7 +71,7 @@ class Int8GPT:
         self.options = model.options
         self.wte = model.wte.detach().clone()
         self.logit_cap = model.logit_cap
-        self.value_table = model.value_table.detach().clone() if model.config.num_values else None
+        self.value_table = model.value_table.detach().clone() if model.config.has_values else None
         self.rotary = torch.complex(model.cos, -model.sin)[:, None]  # (max_seq_len, 1, head_dim / 2)
         self.lm_head = matrix(model.lm_head.detach())
         self.layers = [_Int8Layer(model, index, matrix) for index in range(model.config.n_layer)]
@@ -85,15 +85,13 @@ class Int8GPT:
         x = x0 = _norm(F.embedding(ids, self.wte))
         values = None
         if self.value_table is not None:
-            heads = self.config.n_kv_head, self.config.head_dim
-            values = F.embedding(ids, self.value_table).unflatten(-1, (-1, *heads)).unbind(2)
-        each = zip(self.layers, self.config.windows(), self.config.value_slots(), strict=True)
-        for index, (layer, window, slot) in enumerate(each):
+            values = F.embedding(ids, self.value_table).unflatten(-1, (self.config.n_kv_head, self.config.head_dim))
+        each = zip(self.layers, self.config.windows(), self.config.adds_values(), strict=True)
+        for index, (layer, window, adds) in enumerate(each):
             text = WholeText(plain.attention, window)
             if cache is not None:
                 text = CachedText(cache, index, positions, window)
-            value = None if slot is None else values[slot]
-            x = layer(x, x0, rotary, text, value)
+            x = layer(x, x0, rotary, text, values if adds else None)
         return _norm(x)
 
     def logits(self, hidden):

@@ -38,7 +38,7 @@ class GPTConfig:
     layer_gates: bool = flag(True, "learned, token-dependent gates scale values and what attention and MLP add",
                              before=False)
     value_embeddings: str = flag("shared", "learned per-token vectors that every second layer adds to attention's "
-                                 "values: shared, own or off", before="off", choices=("off", "own", "shared"))
+                                 "values: shared or off", before="off", choices=("off", "shared"))
     rotary_base: float = None  # see rotary_base_for
 
     def __post_init__(self):
@@ -72,26 +72,21 @@ class GPTConfig:
         if not self.window_pattern or set(self.window_pattern) - set("SL"):
             raise BadInput(f"--window_pattern={self.window_pattern} is unknown: use letters S (short) and L (long), "
                            "for example SSSL")
-        if self.value_embeddings not in ("off", "own", "shared"):
-            raise BadInput(f"--value_embeddings={self.value_embeddings} is unknown: use off, own or shared")
+        if self.value_embeddings not in ("off", "shared"):
+            raise BadInput(f"--value_embeddings={self.value_embeddings} is unknown: use off or shared")
 
     @property
     def head_dim(self):
         return self.n_embd // self.n_head
 
-    def value_slots(self):
-        """Returns the number of the value embedding that each layer adds, or None. Every second layer adds one, the
-        last one always (nanochat's measurements; the idea is from arXiv 2410.17897)."""
-        slots = [None] * self.n_layer
-        if self.value_embeddings != "off":
-            for layer in range((self.n_layer - 1) % 2, self.n_layer, 2):
-                slots[layer] = layer // 2 if self.value_embeddings == "own" else 0
-        return slots
-
     @property
-    def num_values(self):
-        """The number of value embeddings of a token."""
-        return {"off": 0, "shared": 1, "own": -(-self.n_layer // 2)}[self.value_embeddings]
+    def has_values(self):
+        return self.value_embeddings != "off"
+
+    def adds_values(self):
+        """Returns whether each layer adds value embeddings. Every second layer does, the last one always (nanochat's
+        measurements; the idea is from arXiv 2410.17897)."""
+        return [self.has_values and (self.n_layer - layer) % 2 == 1 for layer in range(self.n_layer)]
 
     def windows(self):
         """Returns the attention window of each layer, in positions; None: unlimited, as always in the last layer."""

@@ -79,8 +79,8 @@ class GPT(nn.Module):
             setattr(self, name, nn.Parameter(torch.empty(shape, dtype=torch.float32)))
         cos, sin = layers.rotary_tables(torch.arange(config.max_seq_len), config.head_dim, config.rotary_base)
         windows = [window or config.max_seq_len for window in config.windows()]
-        # A loop over the layers reads a number for each layer: one beyond the last slot stands for none.
-        slots = [config.num_values if slot is None else slot for slot in config.value_slots()]
+        # A loop over the layers reads a number for each layer: 0 stands for the value embeddings, 1 for none.
+        slots = [0 if adds else 1 for adds in config.adds_values()]
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
         self.register_buffer("windows", torch.tensor(windows, dtype=torch.int32), persistent=False)
@@ -150,7 +150,7 @@ class GPT(nn.Module):
             windows = layers.LayerWindows(tuple(sorted(sizes)), self.windows)
         values = self.values(ids)
         if values is not None:
-            values = layers.LayerValues(self.slots, values, self.config.num_values)
+            values = layers.LayerValues(self.slots, values, count=1)
         rotary = self.cos[:ids.size(1)], self.sin[:ids.size(1)]
         return self.kernels.run_layers(self.options, x0, self._stacks(), windows, rotary, self.activation_checkpointing,
                                        values)
@@ -163,15 +163,13 @@ class GPT(nn.Module):
         recomputes = self.activation_checkpointing == "all" and torch.is_grad_enabled()
         # unbind's backward pass is one stack; that of indexing would add up whole stacks.
         weights_of = zip(*(stack.unbind(0) for stack in self._stacks()), strict=True)
-        each = zip(self.config.windows(), self.config.value_slots(), weights_of, strict=True)
+        each = zip(self.config.windows(), self.config.adds_values(), weights_of, strict=True)
         x = x0
-        for index, (window, slot, weights) in enumerate(each):
+        for index, (window, adds, weights) in enumerate(each):
             text = layers.WholeText(self.kernels.attention, window)
             if cache is not None:
                 text = layers.CachedText(cache, index, positions, window)
-            value = None
-            if slot is not None:
-                value = values.chunk(self.config.num_values, -1)[slot]
+            value = values if adds else None
             run_layer = partial(self._layer, rotary, text)
             if recomputes:
                 x = self.kernels.recompute(run_layer, x, x0, value, *weights)
@@ -188,9 +186,8 @@ class GPT(nn.Module):
         return weights.values() if self.kernels.whole is None else self.kernels.whole(after, weights)
 
     def values(self, ids):
-        """Returns what layers add to attention's values at ids (B, T), (B, T, slots × C_kv), see value_slots; or
-        None."""
-        if not self.config.num_values:
+        """Returns what layers add to attention's values at ids (B, T), (B, T, C_kv), see adds_values; or None."""
+        if not self.config.has_values:
             return None
         return self.kernels.embedding(ids, self.value_table, self.compute_dtype)
 

@@ -72,7 +72,7 @@ WEIGHTS = (
     Weight("gate_map", "L G C", "gates", rate=Rate("", 0.001, by_width=True), only_with="layer_gates"),
     Weight("gate_scale", "L G 1", "gates", Start.at(1.0), rate=Rate("", 0.035), only_with="layer_gates"),
     Weight("value_table", "V N", "value embeddings", Start(uniform=1.5), rate=Rate("embedding_lr", 0.5, by_width=True),
-           only_with="num_values"),
+           only_with="has_values"),
     Weight("lm_head", "V C", "head", Start(normal=0.001), rate=Rate("unembedding_lr", by_width=True)),
 )
 DIVIDED_BY_INPUTS = frozenset(weight.name for weight in WEIGHTS if weight.divides == "inputs")
@@ -85,7 +85,7 @@ def sizes(config):
     """Returns the sizes that the letters in the shapes stand for, {letter: size}, in a GPTConfig's model."""
     kv_width = config.n_kv_head * config.head_dim
     return {"V": config.vocab_size, "L": config.n_layer, "C": config.n_embd, "C_kv": kv_width, "4C": 4 * config.n_embd,
-            "G": NUM_GATES, "1": 1, "N": config.num_values * kv_width}
+            "G": NUM_GATES, "1": 1, "N": kv_width}
 
 
 def shapes(config):
@@ -159,7 +159,7 @@ def initial_weights(config, seed=0):
         if shape is None:
             continue
         start = weight.start
-        if config.num_values and weight.start_with_values:
+        if config.has_values and weight.start_with_values:
             start = weight.start_with_values
         if weight.rate is None:
             for layer in range(config.n_layer):

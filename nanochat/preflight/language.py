@@ -60,7 +60,7 @@ def branch_shares(config, length):
     a branch for each window, the shortest first; the backward pass one for layers that add value embeddings, and one
     for the others."""
     windows = Counter(min(window or length, length) for window in config.windows())
-    adding = Fraction(sum(slot is not None for slot in config.value_slots()), config.n_layer)
+    adding = Fraction(sum(config.adds_values()), config.n_layer)
     return {"branch_computations": [Fraction(windows[size], config.n_layer) for size in sorted(windows)],
             "true_computation": [adding, 1 - adding]}
 

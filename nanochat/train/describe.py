@@ -94,7 +94,7 @@ def _describe_rates(plan):
         falls = f"fall from step {first_lower:,} on"
     rules = gpt_rules(optimizer, plan.total_batch_size, plan.num_iterations, plan.config.n_embd)
     rates = {"matrices": rules.matrix_lr, "embedding": rules.adam["wte"].lr, "head": rules.adam["lm_head"].lr}
-    if plan.config.num_values:
+    if plan.config.has_values:
         rates["value table"] = rules.adam["value_table"].lr
     rates["scales of the embedding"] = rules.adam["x0_scale"].lr
     heights = ", ".join(f"{name} {rate:.3g}" for name, rate in rates.items())
@@ -149,10 +149,10 @@ def _describe_tensor(plan):
     # gradients gathered.
     of_layer = 5 if plan.activation_checkpointing == "all" else 4
     sums = of_layer * config.n_layer + 2
-    values = config.num_values * config.n_kv_head * config.head_dim
+    values = config.has_values * config.n_kv_head * config.head_dim
     num_bytes = plan.dtype.itemsize * tokens * (2 * sums * config.n_embd + 3 * values) * _others(plan.mesh.tensor)
     text = f"{num_bytes / 1e9:.3g} GB from each along tensor, adding up activations {sums} times"
-    if config.num_values:
+    if config.has_values:
         text += ", and the vectors of --value_embeddings"
     return text
 

@@ -56,7 +56,7 @@ def test_a_kept_model_completes_text(run):
     assert engine.timings.predicted_tokens > 0
 
 
-@pytest.mark.parametrize("run, named", [("ngrams", "ngram_rows = 16")])
+@pytest.mark.parametrize("run, named", [("ngrams", "ngram_rows = 16"), ("own_values", "--value_embeddings=own")])
 def test_a_kept_model_with_an_option_that_is_gone_is_refused_by_its_name(run, named):
     with pytest.raises(BadInput, match=named):
         load_model(checkpoint_of(run), Dist("cpu", torch.device("cpu")), tokenizer_dir=KEPT / "tokenizer")

@@ -144,15 +144,15 @@ def stress_strings(count, seed=0):
 
 
 GATES, SHIFT = {"layer_gates": True}, {"key_shift": True}
-VALUES, SHARED = {"value_embeddings": "own"}, {"value_embeddings": "shared"}
+VALUES = {"value_embeddings": "shared"}
 # Scales of the residual stream, heads of keys and values, windows, softcap, other parts. Half of all combinations has
 # every one of any three of the first four, with each of the other parts.
 COMBINATIONS = [(bool(scaled), (4, 1)[heads], ("L", "SSL")[window], (15.0, 0.0)[cap], parts)
                 for scaled, heads, window, cap in itertools.product((0, 1), repeat=4)
-                if (scaled + heads + window + cap) % 2 == 0 for parts in ({}, GATES, VALUES, SHARED, SHIFT)]
+                if (scaled + heads + window + cap) % 2 == 0 for parts in ({}, GATES, VALUES, SHIFT)]
 SOME = [(False, 4, "L", 15.0, {}), (False, 1, "L", 0.0, {}), (False, 4, "SSL", 0.0, {}), (True, 1, "SSL", 15.0, {}),
         (False, 4, "L", 15.0, GATES), (False, 2, "L", 15.0, {"n_layer": 4, **VALUES}),
-        (True, 2, "L", 15.0, SHIFT | SHARED), (True, 2, "SSL", 15.0, GATES | VALUES | SHIFT | {"short_window": 20})]
+        (True, 2, "L", 15.0, SHIFT | VALUES), (True, 2, "SSL", 15.0, GATES | VALUES | SHIFT | {"short_window": 20})]
 
 
 @pytest.mark.parametrize("combinations", [SOME, pytest.param(COMBINATIONS, marks=pytest.mark.slow)])
@@ -186,7 +186,7 @@ def test_transformers_keeps_layers_and_value_embeddings_whole():
     from nanochat.export import modeling_nanochat_scaled as code
     model = code.ScaledNanoChatForCausalLM(code.ScaledNanoChatConfig(
         vocab_size=32, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=2, value_embeddings="own"))
+        num_key_value_heads=2, value_embeddings="shared"))
     assert set(model._no_split_modules) <= {type(module).__name__ for module in model.modules()}
     for part in (model, model.model):
         with pytest.raises(ValueError, match="value embeddings keeps its vocabulary"):

@@ -20,7 +20,7 @@ TABLES = rotary_tables(torch.arange(TIME), WIDTH // HEADS)
 PLAIN = LayerOptions(WIDTH // HEADS)
 ALL = LayerOptions(WIDTH // HEADS, layer_gates=True, key_shift=True)
 CONFIG = GPTConfig(vocab_size=8, n_layer=LAYERS, n_embd=WIDTH, n_head=HEADS, n_kv_head=KV_HEADS,
-                   value_embeddings="own")
+                   value_embeddings="shared")
 
 
 def gpt_weights(options):

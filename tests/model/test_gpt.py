@@ -68,9 +68,8 @@ def reference_logits(model, ids):
                 moves = [i for i in range(k.shape[1]) if i % (c.head_dim // 2) >= math.ceil(c.head_dim / 4)]
                 k[:, moves] = torch.cat([torch.zeros(1, len(moves)).double(), k[:-1, moves]])
             v = gate(layer, 0, h) * v
-            if c.num_values and (c.n_layer - layer) % 2:
-                values = w["value_table"][row]
-                v += values if c.num_values == 1 else values.chunk((c.n_layer + 1) // 2, dim=1)[layer // 2]
+            if c.has_values and (c.n_layer - layer) % 2:
+                v += w["value_table"][row]
             attended = torch.zeros_like(x)
             for head in range(c.n_head):
                 mine = slice(head * c.head_dim, (head + 1) * c.head_dim)
@@ -92,8 +91,7 @@ def reference_logits(model, ids):
 @pytest.mark.parametrize("overrides", [{}, {"key_shift": False}, {"n_kv_head": 2},
                                        {"n_kv_head": 1, "window_pattern": "SSL", "short_window": 6},
                                        {"layer_gates": True},
-                                       {"n_kv_head": 2, "value_embeddings": "own"}, SHARED,
-                                       {"n_layer": 3, "value_embeddings": "own", "layer_gates": True}])
+                                       {"n_kv_head": 2, **SHARED}, {**SHARED, "layer_gates": True}])
 def test_logits_equal_an_independent_reference(overrides):
     config = GPTConfig(**{**TINY, **overrides})
     model, ids = build(config), some_ids(config)
@@ -126,7 +124,7 @@ def test_gradients_agree_with_finite_differences(kernel, monkeypatch):
 
 KERNELS = [*((kernel, device_type, setting) for setting in ("none", "all") for kernel, device_type in (
                ("current", "cpu"), ("chunked", "cpu"), ("current", "xla"), ("chunked", "xla"), ("flash", "xla")))]
-MODELS = [(15.0, "off"), (0.0, "own"), (15.0, "shared")]
+MODELS = [(15.0, "off"), (0.0, "shared"), (15.0, "shared")]
 
 
 @pytest.mark.parametrize("kernel, device_type, activation_checkpointing, softcap, values", [
@@ -137,7 +135,7 @@ def test_every_kernel_gives_the_same_losses_and_gradients(kernel, activation_che
     monkeypatch.setattr(on_cpu, "BLOCK_QUERIES", 5)
     config = GPTConfig(vocab_size=61, max_seq_len=12, n_layer=3, n_embd=256, n_head=2, n_kv_head=1,
                        window_pattern="SL", short_window=6, softcap=softcap, key_shift=values != "off",
-                       layer_gates=values == "own", value_embeddings=values)
+                       layer_gates=softcap == 0, value_embeddings=values)
     ids, targets = some_ids(config), some_ids(config, seed=5)
     targets[0, 3] = IGNORE_INDEX
     reference = build(config)
@@ -171,7 +169,7 @@ class MoreOptions(LayerOptions):
 @pytest.mark.parametrize("kernel", ["chunked", "flash"])
 def test_a_layer_that_no_kernel_knows_by_hand_has_the_same_losses_and_gradients(kernel):
     config = GPTConfig(vocab_size=61, max_seq_len=12, n_layer=3, n_embd=256, n_head=2, n_kv_head=1,
-                       window_pattern="SL", layer_gates=True, value_embeddings="own")
+                       window_pattern="SL", layer_gates=True, **SHARED)
     reference, ids = build(config), some_ids(config)
     reference(ids, ids, reduction="mean").backward()
     model = build(config, kernel, "xla").to(torch_xla.device())
@@ -188,8 +186,7 @@ def test_a_layer_that_no_kernel_knows_by_hand_has_the_same_losses_and_gradients(
         Int8GPT(model)
 
 
-@pytest.mark.parametrize("options", [{}, {"key_shift": False}, {"layer_gates": True}, {"value_embeddings": "own"},
-                                     SHARED])
+@pytest.mark.parametrize("options", [{}, {"key_shift": False}, {"layer_gates": True}, SHARED])
 def test_cached_hidden_states_equal_uncached_ones(options):
     config = GPTConfig(**{**TINY, "n_kv_head": 2, "window_pattern": "SL", **options})
     model, ids = build(config), some_ids(config)

@@ -11,18 +11,18 @@ from nanochat.train.flags import parse_flags
 from nanochat.train.plan import make_plan
 from tests.model.test_gpt import SHARED, TINY, build, some_ids
 
-WITH = GPTConfig(**{**TINY, "value_embeddings": "own"})
+WITH = GPTConfig(**{**TINY, **SHARED})
 
 
-@pytest.mark.parametrize("layers, slots", [(1, [0]), (2, [None, 0]), (3, [0, None, 1]), (4, [None, 0, None, 1])])
-def test_every_second_layer_has_values_of_its_own_and_the_last_one_always(layers, slots):
-    config = GPTConfig(**{**TINY, "n_layer": layers, "value_embeddings": "own"})
-    assert config.value_slots() == slots
-    assert build(config).value_table.shape == (61, 32 * (1 + max(slot or 0 for slot in slots)))
+@pytest.mark.parametrize("layers, adding", [(1, [0]), (2, [1]), (3, [0, 2]), (4, [1, 3])])
+def test_every_second_layer_adds_the_values_and_the_last_one_always(layers, adding):
+    config = GPTConfig(**{**TINY, "n_layer": layers, **SHARED})
+    assert [layer for layer, adds in enumerate(config.adds_values()) if adds] == adding
+    assert build(config).value_table.shape == (61, 32)
 
 
 def test_the_other_weights_begin_as_nanochats():
-    model = GPT(GPTConfig(**{**TINY, "n_layer": 4, "value_embeddings": "own"}), kernels=None).init_weights(seed=1)
+    model = GPT(GPTConfig(**{**TINY, "n_layer": 4, **SHARED}), kernels=None).init_weights(seed=1)
     plain = GPT(GPTConfig(**{**TINY, "n_layer": 4}), kernels=None).init_weights(seed=1)
     torch.testing.assert_close(model.mlp_in, 0.4 * plain.mlp_in)
     torch.testing.assert_close(model.wte, 0.8 * plain.wte)
@@ -40,20 +40,17 @@ def test_a_token_changes_nothing_before_it():
     assert not changed[:first].any() and changed[first]
 
 
-@pytest.mark.parametrize("config", [WITH, GPTConfig(**{**TINY, **SHARED})])
-def test_weights_of_8_bits_have_the_values_too(config):
-    model, ids = build(config), some_ids(config)
+def test_weights_of_8_bits_have_the_values_too():
+    model, ids = build(WITH), some_ids(WITH)
     exact, rounded = model(ids), Int8GPT(model)(ids)
     model.value_table.data.zero_()
     assert (rounded - exact).abs().mean() < 0.3 * (model(ids) - exact).abs().mean()
 
 
 def test_the_plan_counts_the_values_and_no_flops_of_theirs():
-    plan, plain = (make_plan(parse_flags(["--depth=4", *flags]), 65536, "cpu", 1)
-                   for flags in (["--value_embeddings=own"], []))
-    assert plan.parameters["value embeddings"] == 65536 * 2 * 256
+    plan, plain = (make_plan(parse_flags(["--depth=4", f"--value_embeddings={values}"]), 65536, "cpu", 1)
+                   for values in ("shared", "off"))
+    assert plan.parameters["value embeddings"] == 65536 * 256
     assert plan.flops_per_token == plain.flops_per_token and plan.num_iterations == plain.num_iterations
-    shared = make_plan(parse_flags(["--depth=4", "--value_embeddings=shared"]), 65536, "cpu", 1)
-    assert shared.parameters["value embeddings"] == 65536 * 256 and shared.flops_per_token == plain.flops_per_token
     text = describe_plan(plan, type("Tokenizer", (), {"n_vocab": 65536, "sha256": "0" * 64}))[2]
-    assert "33,554,432 value embeddings" in text
+    assert "16,777,216 value embeddings" in text

@@ -115,8 +115,8 @@ def test_windows_are_those_of_the_checkpoint_unless_a_flag_says_otherwise():
 
 
 def test_a_resumed_run_keeps_the_model_of_its_checkpoint():
-    config = make_plan(parse_flags([]), 65536, "cpu", 8, meta_with(layer_gates=False, value_embeddings="own")).config
-    assert (config.n_layer, config.layer_gates, config.value_embeddings) == (4, False, "own")
+    config = make_plan(parse_flags([]), 65536, "cpu", 8, meta_with(layer_gates=False, value_embeddings="off")).config
+    assert (config.n_layer, config.layer_gates, config.value_embeddings) == (4, False, "off")
 
 
 def meta_with(**config):
