@@ -49,15 +49,15 @@ def test_a_step_may_take_longer_where_all_do(run, liveness):
     assert beat(run)[2] == pytest.approx(20 * 10 * 1, abs=10)
 
 
-def test_a_wish_to_save_and_a_request_to_stop_come_at_the_next_ticks(run, liveness):
-    assert not liveness.agree("step", 8)
-    answers = [liveness.agree("step", 8, wants_save=True), liveness.agree("step", 9)]
-    assert answers == [False, True] and not liveness.is_stopping
+def test_a_request_to_stop_comes_at_the_next_tick(run, liveness):
+    liveness.agree("step", 8)
     told = liveness.asked_from_now_on()
     Requests(run.requests_file).ask_to_stop()
     assert told() and not liveness.asked_from_now_on()()
-    assert not liveness.agree("evaluate", 9) and not liveness.is_stopping
-    assert not liveness.agree("evaluate", 9) and liveness.is_stopping and not liveness.is_preempted
+    liveness.agree("evaluate", 9)
+    assert not liveness.is_stopping
+    liveness.agree("evaluate", 9)
+    assert liveness.is_stopping and not liveness.is_preempted
     liveness.finish(10)
     assert beat(run)[:2] == ("end", 10)
 
