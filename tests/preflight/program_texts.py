@@ -74,4 +74,6 @@ def main(accelerator=None, products=None, path=None):
 
 
 if __name__ == "__main__":
+    if len(sys.argv) not in (1, 4):
+        sys.exit(__doc__)
     main(*sys.argv[1:])
