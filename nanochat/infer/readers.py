@@ -158,7 +158,7 @@ class StaticReader:
             # position looks at them.
             hidden = self.model.hidden(padded, prompt, torch.arange(length, device=device))  # (1, length, C)
             logits = self.model.logits(hidden.index_select(1, last))[0, 0]  # (V,)
-            for name in ("keys", "values", "befores", "tokens"):
+            for name in ("keys", "values", "befores"):
                 stacks = getattr(self.cache, name)
                 for layer, new in enumerate(getattr(prompt, name)):
                     stacks[layer] = stacks[layer].index_copy(0, rows, new.expand(len(rows), *new.shape[1:]))
