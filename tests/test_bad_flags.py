@@ -2,7 +2,6 @@
 import contextlib
 import dataclasses
 import importlib
-import json
 import math
 import os
 import re
@@ -38,7 +37,7 @@ WORK = {
     "base_train": ["spawn", "Trainer", "run_preflight"],
     "bench.kernels": ["measure"], "bench.loader": ["compare_all"], "bench.train": ["Training"], "code_eval": ["Judge"],
     "demo": ["run"], "eval_table": ["run_module"], "export": ["load_model"], "generate": ["Engine"],
-    "import_nanochat": ["read_weights"], "lsp": ["run"], "prepare_data": ["prepare"],
+    "lsp": ["run"], "prepare_data": ["prepare"],
     "prepare_puzzles": ["make_splits"], "puzzle_train": LAUNCHED, "report": ["summarise"],
     "serve": ["load_completer"], "solve": ["Judge"], "tok_eval": ["find_entrants"], "tok_train": ["choose_texts"],
     "tpu_advice": ["advise"], "tpu_preflight": ["prepare"],
@@ -107,11 +106,7 @@ def test_bad_flags_are_one_line_that_names_what_is_wrong(name, corpus_dir, byte_
     model = make_model(vocab_size=tokenizer.n_vocab)
     meta = make_meta(20, config=dataclasses.asdict(model.config), tokenizer_sha256=tokenizer.sha256)
     trained = save_checkpoint(tmp_path / "run", model.state_dict(), {}, meta, num_lanes=0)
-    nanochat = tmp_path / "model_000001.pt"
-    nanochat.touch()
     made_puzzles = tmp_path / "FOLDER"
-    sizes = {"sequence_len": 32, "vocab_size": tokenizer.n_vocab, "n_layer": 1, "n_embd": 64, "n_head": 1}
-    (tmp_path / "meta_000001.json").write_text(json.dumps({"model_config": {**sizes, "n_kv_head": 1}}))
     (tmp_path / "table.toml").write_text(
         f"[flags]\ndepth = 1\ndevice_type = 'cpu'\ntokenizer_dir = '{byte_tokenizer_dir}'\ntotal_batch_size = 8192\n"
         f"data_dir = '{corpus_dir}/train'\nval_dir = '{corpus_dir}/val'\n[variants.a]\n")
@@ -133,7 +128,6 @@ def test_bad_flags_are_one_line_that_names_what_is_wrong(name, corpus_dir, byte_
                      "--device_type=cpu"],
         "serve": [f"--checkpoint={trained}", f"--tokenizer_dir={byte_tokenizer_dir}", "--device_type=cpu", "--port=0"],
         "export": [f"--checkpoint={trained}", f"--tokenizer_dir={byte_tokenizer_dir}", "--out=exported"],
-        "import_nanochat": [f"--model={nanochat}", "--run=imported", f"--tokenizer_dir={byte_tokenizer_dir}"],
         "code_eval": [f"--checkpoint={trained}", f"--tokenizer_dir={byte_tokenizer_dir}", "--device_type=cpu",
                       "--max_tokens=10"],
         "eval_table": [f"--checkpoint={trained}"],
