@@ -39,7 +39,7 @@ WORK = {
     "demo": ["run"], "eval_table": ["run_module"], "export": ["load_model"], "generate": ["Engine"],
     "lsp": ["run"], "prepare_data": ["prepare"],
     "prepare_puzzles": ["make_splits"], "puzzle_train": LAUNCHED, "report": ["summarise"],
-    "serve": ["load_completer"], "solve": ["Judge"], "tok_eval": ["find_entrants"], "tok_train": ["choose_texts"],
+    "serve": ["load_completer"], "solve": ["Judge"], "tok_eval": ["fetch_openai"], "tok_train": ["choose_texts"],
     "tpu_advice": ["advise"], "tpu_preflight": ["prepare"],
     "dev.bench_replay": ["load_completer"], "dev.bench_serve": ["get_context"]}
 
