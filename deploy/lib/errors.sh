@@ -12,6 +12,10 @@ failure() {
 }
 # complaint prints gcloud's reason in its own words.
 complaint() {
+  if [[ $TPU_ERR = *"Failed to find attribute [project]"* ]]; then
+    echo "no project is set: --project, PROJECT in config.env, or gcloud config set project"
+    return
+  fi
   failure | sed -e 's/^{.*"code": *\([0-9]*\),.*"message": *"\(.*\)".*/\2 (code \1)/' -e 's/\\"/"/g' \
     -e 's/^HttpError.*"message": *"\([^"]*\)".*/\1/' | cut -c 1-500 | grep . || echo "gcloud failed and did not say why"
 }

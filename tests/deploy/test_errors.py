@@ -49,7 +49,9 @@ def test_the_reason_of_a_failed_operation_is_its_last_error(laptop, cloud, code,
 def test_a_missing_project_and_a_wrong_flag_are_permanent(laptop, cloud):
     assert why(laptop, "describe", "nano", "--no-such-flag").startswith("permanent: unrecognized arguments")
     laptop.env.pop("CLOUDSDK_CORE_PROJECT")
-    assert why(laptop, "describe", "nano").startswith("permanent: ")
+    assert why(laptop, "describe", "nano").startswith("permanent: no project is set: --project")
+    lines = laptop.run("status.sh", "nano", "--zones=us-a", status=2).splitlines()
+    assert len(lines) == 1 and "no project is set: --project" in lines[0]
 
 
 @pytest.mark.parametrize("answer", [MISSPELT, DISABLED])
