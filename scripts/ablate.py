@@ -1,6 +1,6 @@
 """Compares variants of a training run: trains each with several seeds, one run after the other.
 
-    python3 -m scripts.ablate rates.toml --accelerator=v5litepod-8
+    python3 -m scripts.ablate rates.toml
 
 The table is a TOML file. Its keys are flags of base_train; the first variant is the reference:
 
@@ -12,102 +12,251 @@ The table is a TOML file. Its keys are flags of base_train; the first variant is
     matrix_lr = 0.01
 
 It may be killed at any time: the same command resumes, and repeats no finished run. It prints which variants differ
-from the reference by more than their seeds do, and draws validation over tokens, FLOPs, seconds and, with
---accelerator, the preflight's chip-seconds. docs/ablations.md says more.
+from the reference by more than their seeds do. docs/ablations.md says more.
 """
+import importlib.util
+import os
+import re
+import signal
+import subprocess
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from nanochat.analysis.figures import require_packages
-from nanochat.analysis.history import read_run
-from nanochat.analysis.results import curve_of, finish_or_reopen, write_results
-from nanochat.analysis.running import STOPPED, chip_seconds_per_token, run_trial, stop_on_sigterm
-from nanochat.analysis.summary import format_table
-from nanochat.analysis.trials import read_trials, require_same_flags
-from nanochat.common import expand_path, flag, get_base_dir, locked, read_flags, require_writable_dir, run_script
-from nanochat.device import tpu
-from nanochat.record.metrics import format_count
+import numpy as np
+
+from nanochat import common
+from nanochat.checkpoint.meta import load_meta
+from nanochat.checkpoint.on_disk import list_checkpoints
+from nanochat.common import BadInput, expand_path, flag, get_base_dir, read_flags
+from nanochat.data.mixture import read_toml
+from nanochat.device.ranks import prepare_xla_environment, resolve_device_type
+from nanochat.record.history import read_run
+from nanochat.run.processes import expected_world_size
+from nanochat.train.flags import parse_flags
+from nanochat.train.language import make_task
+from nanochat.train.prepare import FINISHED_FILE, run_directory
 
 BASE_TRAIN = [sys.executable, "-m", "scripts.base_train"]
-TPU_PREFLIGHT = [sys.executable, "-m", "scripts.tpu_preflight"]
+STOPPED = 75  # status of base_train: start the same command again
+NOT_FOR_TABLES = ("run", "seed", "resume", "help")
+LEVEL = 0.05  # of the tests, for a whole table
 
 
 @dataclass(frozen=True)
 class Flags:
     table: Path = flag(None, "the TOML file with seeds, flags and variants", positional=True, of=expand_path,
                        metavar="TABLE")
-    accelerator: str | None = flag(None, "also compare by the chip-seconds that tpu_preflight estimates for this TPU, "
-                                   "such as v5litepod-8")
     dry_run: bool = flag(False, "check the table, print the runs, and train nothing")
 
 
-def describe_plan(trials):
-    """Prints the runs."""
-    rows = [("variant", ["parameters", "batch", "steps", "tokens", "FLOPs"])]
-    for name, plan in {trial.variant: trial.plan for trial in trials}.items():
-        rows.append((name, [format_count(sum(plan.parameters.values())), f"{plan.total_batch_size:,}",
-                            f"{plan.num_iterations:,}", format_count(plan.tokens(0, plan.num_iterations)),
-                            f"{plan.flops(0, plan.num_iterations):.3g}"]))
-    seeds = dict.fromkeys(str(trial.seed) for trial in trials)
-    done = sum(trial.is_finished() for trial in trials)
-    print(format_table(rows))
-    print(f"{len(trials)} runs, seeds {', '.join(seeds)}; {done} finished before", flush=True)
+@dataclass(frozen=True)
+class Trial:
+    """One run of the table."""
+    variant: str
+    seed: int
+    argv: list  # the flags of base_train
+    directory: Path
+    num_iterations: int
 
-
-def run_all(trials, accelerator, folder):
-    """Trains the unfinished runs, and writes the results after each. Returns the exit status."""
-    chip_seconds = {}
-    if accelerator:
-        for name, trial in {trial.variant: trial for trial in trials}.items():
-            chip_seconds[name] = chip_seconds_per_token(trial, accelerator, TPU_PREFLIGHT, folder)
-    num_failed = 0
-    for number, trial in enumerate(trials, 1):
-        if trial.is_finished():
-            continue
-        print(f"run {number} of {len(trials)}: {trial.variant}, seed {trial.seed}", flush=True)
-        log_path = folder / f"{trial.variant}.{trial.seed}.log"
-        status = run_trial(trial, BASE_TRAIN, log_path)
-        # The trial has saved and can resume. Whoever stopped it, the same command begins with it again.
-        if status == STOPPED:
-            raise KeyboardInterrupt
-        if status or not finish_or_reopen(trial):
-            num_failed += 1
-            print(f"warning: {trial.variant}, seed {trial.seed} ended with status {status}: see {log_path}", flush=True)
-        else:
-            print(f"  {read_run(str(trial.directory)).last('val_bpb'):.4f} bits per byte", flush=True)
-            write_results(trials, chip_seconds, folder)
-    if num_failed < len(trials):
-        print("\n" + write_results(trials, chip_seconds, folder) + f"\n\n{folder / 'report.html'}", flush=True)
-    if num_failed:
-        print(f"error: {num_failed} of {len(trials)} runs failed; the same command tries them again", file=sys.stderr)
-        return 1
-    return 0
+    def is_finished(self):
+        return (self.directory / FINISHED_FILE).exists()
 
 
 def main(argv=None):
     (flags,) = read_flags(argv, __doc__, {Flags: "flags"})
-    require_packages("matplotlib", "scipy")  # before the runs, not after them
+    if not importlib.util.find_spec("scipy"):
+        raise BadInput("scipy is not installed: pip install '.[judge]'")
     trials = read_trials(flags.table)
-    accelerator = flags.accelerator and tpu.parse_accelerator(flags.accelerator).accelerator
-    # All runs are checked before the first one trains: errors come now, and not after hours.
-    for trial in trials:
-        require_same_flags(trial)
-        if trial.is_finished():
-            curve_of(trial)
-    describe_plan(trials)
+    print(f"{len(trials)} runs; {sum(trial.is_finished() for trial in trials)} finished before", flush=True)
     if flags.dry_run:
         return 0
-    folder = require_writable_dir(get_base_dir() / "ablations" / flags.table.stem)
-    lock_file = folder / ".lock"
-    try:
-        with (locked(lock_file, f"{flags.table} is in use: another process holds {lock_file}; wait for its end"),
-              stop_on_sigterm()):
-            return run_all(trials, accelerator, folder)
-    except KeyboardInterrupt:
-        print("stopped: the same command resumes", flush=True)
-        return STOPPED
+    return run_all(trials, common.require_writable_dir(get_base_dir() / "ablations" / flags.table.stem))
+
+
+def run_all(trials, folder):
+    """Trains the unfinished runs, and prints the results. Returns the exit status."""
+    num_failed = 0
+    for trial in trials:
+        if trial.is_finished():
+            continue
+        log_path = folder / f"{trial.variant}.{trial.seed}.log"
+        print(f"{trial.variant}, seed {trial.seed}: {log_path}", flush=True)
+        status = run_trial(trial, log_path)
+        if status == STOPPED:
+            print("stopped: the same command resumes", flush=True)
+            return STOPPED
+        if status:
+            num_failed += 1
+            print(f"warning: {trial.variant}, seed {trial.seed} ended with status {status}: see {log_path}", flush=True)
+    finals = {trial.variant: [] for trial in trials}
+    for trial in trials:
+        finals[trial.variant] += finals_of(trial)
+    print_results(finals)
+    if num_failed:
+        print(f"error: {num_failed} of {len(trials)} runs failed; the same command tries them again", file=sys.stderr)
+    return 1 if num_failed else 0
+
+
+def run_trial(trial, log_path):
+    """Trains one run in a process of its own, and returns its exit status. Ctrl-C, or the end of this process, stops it
+    after a checkpoint."""
+    command = [*BASE_TRAIN, *trial.argv]
+    with open(log_path, "a") as log:
+        # In a session of its own, it does not get the terminal's Ctrl-C, but the one SIGTERM from here.
+        process = subprocess.Popen(
+            command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True,
+            preexec_fn=partial(common.end_with_parent, os.getpid(), signal.SIGTERM),
+            env={"WANDB_MODE": "disabled", **os.environ})
+        try:
+            return process.wait()
+        except KeyboardInterrupt:
+            print("stopping, after a checkpoint", flush=True)
+            process.terminate()
+            process.wait()
+            raise
+
+
+# The table
+
+
+def read_trials(path):
+    """Returns the Trials of a table: all variants with the first seed, then with the second, and so on. Raises
+    BadInput."""
+    seeds, shared, variants = read_table(path)
+    trials = []
+    for seed in seeds:
+        for variant, own in variants.items():
+            where = f"{path}: variant {variant}"
+            argv = [*to_flags(shared | own, where), f"--run={path.stem}.{variant}.{seed}", f"--seed={seed}"]
+            try:
+                trials.append(make_trial(variant, seed, argv))
+            except BadInput as error:
+                raise BadInput(f"{where}: {error}") from None
+    return trials
+
+
+def read_table(path):
+    """Returns the seeds, the flags of all runs {name: value}, and {variant: its own flags} of a TOML file."""
+    table = read_toml(path)
+    seeds, shared, variants = table.pop("seeds", [0]), table.pop("flags", {}), table.pop("variants", {})
+    if table:
+        raise BadInput(f"{path}: {min(table)} is unknown: a table has seeds, [flags] and [variants.NAME]")
+    is_whole = isinstance(seeds, list) and all(type(seed) is int for seed in seeds)
+    if not is_whole or not seeds or len(set(seeds)) < len(seeds):
+        raise BadInput(f"{path}: seeds = {seeds} is not a list of different whole numbers, such as [0, 1, 2]")
+    if not isinstance(variants, dict) or not variants or not all(map(is_section, [shared, *variants.values()])):
+        raise BadInput(f"{path} names no variants: write [flags], and a section [variants.NAME] for each variant, with "
+                       "one flag per line below it")
+    return seeds, shared, variants
+
+
+def is_section(found):
+    return isinstance(found, dict)
+
+
+def to_flags(values, where):
+    """Returns {"depth": 4, "no_compile": True} as ["--depth=4", "--no_compile"]. where: for BadInput."""
+    argv = []
+    for name, value in values.items():
+        if name in NOT_FOR_TABLES or not re.fullmatch(r"[a-z][\w-]*", name):
+            raise BadInput(f"{where}: {name} is not for a table: leave it out")
+        if value is False or not isinstance(value, (bool, int, float, str)):
+            raise BadInput(f"{where}: {name} = {value} is no value of a flag: write it as in --{name}=VALUE")
+        argv.append(f"--{name}" if value is True else f"--{name}={value}")
+    return argv
+
+
+def make_trial(variant, seed, argv):
+    """Returns a Trial, after all checks that need no device: errors come now, and not after hours."""
+    flags = parse_flags(argv)
+    directory = run_directory(flags)
+    device_type = resolve_device_type(flags.devices.device_type)
+    prepare_xla_environment(device_type)
+    if flags.record.eval_every < 0:
+        raise BadInput("--eval_every=-1: a comparison needs evaluations, so give it a number of steps")
+    # The table decides: the run must not take its architecture from an earlier checkpoint of that name.
+    task = make_task(flags.replace(resume="never"), device_type, expected_world_size(device_type), directory)
+    trial = Trial(variant, seed, argv, directory, task.plan.num_iterations)
+    now = flags.settled(task.plan.config).as_dict() | {"the hash of the data": task.data_fingerprint,
+                                                       "the hash of the tokenizer": task.tokenizer.sha256}
+    for path in list_checkpoints(directory)[-1:]:
+        meta = load_meta(path)
+        saved = meta.flags | {"the hash of the data": meta.data_fingerprint,
+                              "the hash of the tokenizer": meta.tokenizer_sha256}
+        changed = [f"{name} {saved[name]} -> {now[name]}" for name in now if name in saved and saved[name] != now[name]]
+        if changed:
+            raise BadInput(f"{directory} is a run with other flags or data ({', '.join(changed)}): give it the old "
+                           "values, rename the variant or the table, or delete that folder")
+    return trial
+
+
+# The results
+
+
+def finals_of(trial):
+    """Returns [the bits per byte at the end of a finished run], or [] if there are none."""
+    if not trial.is_finished():
+        return []
+    steps, bits_per_byte = read_run(str(trial.directory)).series("val_bpb")
+    if not len(steps) or steps[-1] != trial.num_iterations:
+        print(f"warning: {trial.variant}, seed {trial.seed}, is left out: it has no evaluation of its last step")
+        return []
+    return [bits_per_byte[-1]]
+
+
+def print_results(finals):
+    """Prints the table of {variant: [final bits per byte, one of each seed]}. The first variant is the reference."""
+    reference = next(iter(finals))
+    # Welch's test (1947) compares two means whose spreads may differ. It does not pair the seeds: with two of them, a
+    # paired test needs a difference of 12.7 standard errors, and Welch's 4.3 or more.
+    p_values = holm({variant: welch_p(values, finals[reference]) for variant, values in finals.items()
+                     if variant != reference and min(len(values), len(finals[reference])) > 1})
+    width = max(map(len, finals))
+    print(f"\n{'variant':{width}}  seeds  bits per byte  ± s.d.  difference       p")
+    for variant, values in finals.items():
+        if not values:
+            print(f"{variant:{width}}  {0:5}")
+            continue
+        deviation = f"{np.std(values, ddof=1):.4f}" if len(values) > 1 else ""
+        line = f"{variant:{width}}  {len(values):5}  {np.mean(values):13.4f}  {deviation:>6}"
+        if variant == reference:
+            line += "  the reference"
+        elif finals[reference]:
+            difference = np.mean(values) - np.mean(finals[reference])
+            line += f"  {difference:+10.4f}  {verdict(difference, p_values.get(variant))}"
+        print(line, flush=True)
+
+
+def verdict(difference, p_value):
+    """Returns the p-value and what follows from it."""
+    if p_value is None:
+        return "        needs two seeds"
+    if p_value >= LEVEL:
+        return f"{p_value:6.2g}  not beyond the spread of seeds"
+    return f"{p_value:6.2g}  {'better' if difference < 0 else 'worse'}"
+
+
+def welch_p(first, second):
+    """Returns the two-sided p-value of Welch's test that two samples have the same mean."""
+    from scipy.stats import ttest_ind
+    if np.ptp(first) == np.ptp(second) == 0:  # no spread at all: the seed changes nothing
+        return 0.0 if first[0] != second[0] else 1.0
+    return float(ttest_ind(first, second, equal_var=False).pvalue)
+
+
+def holm(p_values):
+    """Returns {name: p-value} corrected for their number by Holm's method (1979): a table without any true difference
+    shows one with a probability of at most 5%."""
+    corrected = {}
+    largest = 0.0
+    for rank, name in enumerate(sorted(p_values, key=p_values.get)):
+        # The smallest of n is multiplied by n, the next one by n - 1, …; none becomes smaller than the one before.
+        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[name]))
+        corrected[name] = largest
+    return corrected
 
 
 if __name__ == "__main__":
-    run_script(main)
+    common.run_script(main)

@@ -10,8 +10,8 @@ import shutil
 import time
 from dataclasses import dataclass
 
-from nanochat.analysis.history import read_run
 from nanochat.common import flag, get_base_dir, read_flags, run_script
+from nanochat.record.history import read_run
 from nanochat.record.metrics import METRICS_FILE
 from nanochat.run.processes import run_module
 

@@ -12,13 +12,13 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 
-from nanochat.analysis.history import read_run
 from nanochat.checkpoint.on_disk import MODEL, find_checkpoint
 from nanochat.common import BadInput, expand_path, flag, is_disk_full, not_empty, read_flags, run_script
 from nanochat.data.tokenizer import TokenizerFlags
 from nanochat.device.ranks import Dist
 from nanochat.export import export, model_card
 from nanochat.infer.load import load_model
+from nanochat.record.history import read_run
 
 FORMATS = ("transformers", "safetensors")
 

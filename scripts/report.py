@@ -11,11 +11,11 @@ from pathlib import Path
 
 from nanochat.analysis import figures
 from nanochat.analysis.advice import flags_of
-from nanochat.analysis.history import read_run
 from nanochat.analysis.measured import markdown_block, read_preflight
 from nanochat.analysis.summary import format_table, make_page, summarise
 from nanochat.common import BadInput, expand_path, flag, read_flags, read_named, require_writable_dir, run_script
 from nanochat.device import tpu
+from nanochat.record.history import read_run
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ process started, or fractions of the whole wall time. The flags come from the ru
 from dataclasses import dataclass
 
 from nanochat.analysis.advice import advise, describe, flags_of
-from nanochat.analysis.history import read_run
 from nanochat.common import flag, read_flags, run_script
+from nanochat.record.history import read_run
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,9 @@ from functools import partial
 
 import numpy as np
 
-from nanochat.analysis.history import SECONDS
 from nanochat.common import BadInput
 from nanochat.device.tpu import GIB
+from nanochat.record.history import SECONDS
 from nanochat.record.metrics import format_count
 
 COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c564b", "#e377c2", "#7f7f7f", "#bcbd22")

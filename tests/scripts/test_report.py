@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from nanochat.analysis.figures import Lines
-from nanochat.analysis.history import read_run
 from nanochat.analysis.measured import differences, markdown_block
 from nanochat.common import BadInput
 from nanochat.device.tpu import chip_price
+from nanochat.record.history import read_run
 from scripts.report import main
 
 # metrics.jsonl of six steps of a tiny model, as base_train wrote it. A second process resumed from step 2.
