@@ -10,7 +10,6 @@ and of none.
 from dataclasses import dataclass
 from functools import partial
 
-from nanochat.analysis.eval_rows import GapRows, ProjectRows, from_left_to_right, require_packed, without_suffixes
 from nanochat.checkpoint.on_disk import find_checkpoint
 from nanochat.common import BadInput, flag, read_flags, run_script
 from nanochat.data.bucket import check_cache, in_bucket
@@ -19,6 +18,7 @@ from nanochat.data.lanes import NUM_LANES
 from nanochat.data.loader import DataLoader, Rows
 from nanochat.data.shards import TextFlags, open_text
 from nanochat.device.ranks import prepare_xla_environment, print0, resolve_device_type
+from nanochat.infer.eval_rows import GapRows, ProjectRows, from_left_to_right, require_packed, without_suffixes
 from nanochat.infer.load import CheckpointFlags, load_language_meta, load_model, resolve_inference_device_type
 from nanochat.infer.loss_eval import bits_per_byte, with_suffixes
 from nanochat.infer.on_mesh import MeshFlags, run_on_mesh

@@ -40,7 +40,7 @@ WORK = {
     "lsp": ["run"], "prepare_data": ["prepare"],
     "prepare_puzzles": ["make_splits"], "puzzle_train": LAUNCHED, "report": ["summarise"],
     "serve": ["load_completer"], "solve": ["Judge"], "tok_eval": ["fetch_openai"], "tok_train": ["choose_texts"],
-    "tpu_advice": ["advise"], "tpu_preflight": ["prepare"],
+    "tpu_preflight": ["prepare"],
     "dev.bench_replay": ["load_completer"], "dev.bench_serve": ["get_context"]}
 
 ODD = ["", " ", "-", "--", "=", "nan", "inf", "-inf", "-0", "0", "-1", "1e400", "9" * 30, "9" * 5000, "٣", "²", "1_0",

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # As in README.md: an import goes down this list, never up.
 CORE = ["train", "infer", "run", "checkpoint", "kernels", "model", "record", "data", "device", "common"]
 # What a person may ignore until they need it: a room imports the core and no other room, and the core imports no room.
-ROOMS = ["analysis", "corpus", "export", "judge", "preflight", "puzzles", "serve"]
+ROOMS = ["corpus", "export", "judge", "preflight", "puzzles", "serve"]
 SOURCES = sorted(path.relative_to(ROOT) for folder in ("nanochat", "scripts") for path in (ROOT / folder).rglob("*.py"))
 MAX_LINES = 600
 FOR_TRANSFORMERS = "nanochat.export.modeling_nanochat_scaled"  # copied into exports: the program never imports it
@@ -135,8 +135,7 @@ def test_what_is_installed_has_all_modules_and_works_outside_of_a_checkout(tmp_p
     subprocess.run([sys.executable, "-c", "import setuptools; setuptools.setup()", "-q", "build_py",
                     f"--build-lib={installed}"], cwd=source, check=True, timeout=100)
     assert sorted(path.relative_to(installed) for path in installed.rglob("*.py")) == SOURCES
-    for path in ("analysis/report.html", "corpus/filters.html", "device/prices.csv", "judge/page.html",
-                 "serve/page.html"):
+    for path in ("corpus/filters.html", "device/prices.csv", "judge/page.html", "serve/page.html"):
         assert (installed / "nanochat" / path).exists()
     assert len(list((installed / "nanochat/judge/problem_set").glob("*.cpp"))) >= 40
     program = """

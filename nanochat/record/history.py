@@ -2,7 +2,7 @@
 
     run = read_run("d16")
     steps, losses = run.series("loss")
-    tokens, seconds = run.work(steps), run.elapsed_s(steps)
+    tokens = run.work(steps)
 """
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,19 +72,6 @@ class History:
         """Returns the tokens (or other units) seen until each of these steps, interpolated between records."""
         known_steps, known = self.series(self.unit)
         return np.interp(steps, [0, *known_steps], [0, *known])
-
-    def elapsed_s(self, steps):
-        """Returns the wall time of each of these steps, in seconds since the first record, interpolated."""
-        # The losses of all steps since the last console line are written at once. A record that has the task's unit, or
-        # an evaluation, is written at the end of its step, and the first such record of a step counts.
-        times = {}
-        unit = self.unit
-        for record in self.records:
-            if any(name == unit or name.startswith("val_") for name in record):
-                times.setdefault(record["step"], record["time"] - self.records[0]["time"])
-        if not times:
-            return np.zeros(len(steps))
-        return np.interp(steps, list(times), list(times.values()))
 
     def wall_s(self):
         """Returns the seconds from the first record to the newest, including the time between two VMs."""

@@ -7,13 +7,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from dev.bench_replay import read_pieces
-from nanochat.analysis.eval_rows import GapRows, ProjectRows, require_packed
 from nanochat.checkpoint.saver import save_checkpoint
 from nanochat.common import BadInput
 from nanochat.data.fim import SAMPLE
 from nanochat.data.projects import encode_document, require_files
 from nanochat.data.shards import TextFlags, TextPiece, list_shards, open_shards
 from nanochat.data.tokenizer import load_tokenizer
+from nanochat.infer.eval_rows import GapRows, ProjectRows, require_packed
 from scripts import base_eval
 from tests.checkpoint.states import make_meta
 from tests.corpus.projects import cpp, prepare, read, shard_hashes

@@ -118,7 +118,7 @@ def test_the_log_says_where_the_hosts_time_goes_and_what_was_compiled_and_why(ma
         assert record["data_wait"] + record["host_dispatch"] <= 1
         assert "device_memory_bytes" not in record  # XLA's CPU cannot tell
     assert {"loss", "mean_loss", "grad_norm", "lr_multiplier", "tokens", "tokens_per_s", "goodput", "bad_steps",
-            "interruptions", "seconds_train", "compile_s"} <= logged[-1].keys()  # which report and tpu_advice read
+            "interruptions", "seconds_train", "compile_s"} <= logged[-1].keys()  # which report reads
     *constant, last = logged
     assert constant[-1]["host_dispatch"] > 0
     assert len({record["compilations"] for record in constant}) == 1

@@ -1,9 +1,9 @@
 """Views of rows in which only middles count."""
 import torch
 
-from nanochat.analysis.eval_rows import from_left_to_right, without_suffixes
 from nanochat.data.lanes import PADDING
 from nanochat.data.tokenizer import FIM_TOKENS, load_tokenizer
+from nanochat.infer.eval_rows import from_left_to_right, without_suffixes
 from nanochat.infer.loss_eval import with_suffixes
 
 
