@@ -179,8 +179,8 @@ def make_trial(variant, seed, argv):
     # The table decides: the run must not take its architecture from an earlier checkpoint of that name.
     task = make_task(flags.replace(resume="never"), device_type, expected_world_size(device_type), directory)
     trial = Trial(variant, seed, argv, directory, task.plan.num_iterations)
-    now = flags.settled(task.plan.config).as_dict() | {"the hash of the data": task.data_fingerprint,
-                                                       "the hash of the tokenizer": task.tokenizer.sha256}
+    now = task.flags.replace(resume=flags.run.resume).as_dict() | {
+        "the hash of the data": task.data_fingerprint, "the hash of the tokenizer": task.tokenizer.sha256}
     for path in list_checkpoints(directory)[-1:]:
         meta = load_meta(path)
         saved = meta.flags | {"the hash of the data": meta.data_fingerprint,
