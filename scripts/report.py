@@ -52,9 +52,11 @@ def main(argv=None):
         raise BadInput(f"{len(flags.runs)} runs are too many for one picture: give at most {MOST_RUNS}")
     if not importlib.util.find_spec("matplotlib"):
         raise BadInput("matplotlib is not installed: pip install '.[report]'")
-    usd_per_hour = flags.accelerator and tpu.usd_per_hour(flags.accelerator, spot=True)
-    if flags.accelerator and usd_per_hour is None:
-        raise BadInput(f"no price of --accelerator={flags.accelerator} is known: leave it out")
+    usd_per_hour = None
+    if flags.accelerator is not None:
+        usd_per_hour = tpu.usd_per_hour(tpu.parse_accelerator(flags.accelerator).accelerator, spot=True)
+        if usd_per_hour is None:
+            raise BadInput(f"no price of --accelerator={flags.accelerator} is known: leave it out")
     estimate = read_preflight(flags.preflight) if flags.preflight else None
     completion = flags.completion and read_named("completion", flags.completion).decode(errors="replace")
     runs = [read_run(name) for name in flags.runs]

@@ -43,7 +43,7 @@ print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0]))
 - `trust_remote_code=True`, where it stands, runs this folder's code for what transformers' own NanoChat lacks.
 - Fill in the middle: `<|fim_prefix|>text before<|fim_suffix|>text after<|fim_middle|>`. `<|file_sep|>` ends the middle.
   The share of documents that had this form in training: {fim_rate:g}.
-- Metrics at the end: {metrics}.
+- Last metrics: {metrics}.
 - Tokenizer: sha256 `{tokenizer_sha256}`. Recipe:
 
 ```
@@ -134,5 +134,10 @@ def describe_recipe(meta):
 
 
 def describe_metrics(run):
-    found = {text: run.last(name) for name, text in SHOWN.items()}
-    return ", ".join(f"{text} {value:.4f}" for text, value in found.items() if value is not None) or "none"
+    """Returns the last value of each metric, with its step."""
+    found = []
+    for name, label in SHOWN.items():
+        steps, values = run.series(name)
+        if len(values):
+            found.append(f"{label} {values[-1]:.4f} (step {steps[-1]:,})")
+    return ", ".join(found) or "none"

@@ -252,7 +252,7 @@ def test_the_card_says_what_is_known(tmp_path, run, trained, byte_tokenizer_dir)
     run(f"--out={tmp_path / 'out'}", f"--manifest={tmp_path / 'manifest.json'}")
     card = (tmp_path / "out" / "README.md").read_text()
     for text in ("# a_run\n", "| fmt | 9 | 8 | MIT: 5, GPL-2 \\| GPL-3: 3 |", "out: held", "7 files with 700 b",
-                 "bits per byte 2.0000, middles, bits per byte 2.5000, loss, nats a token 7.0000.",  # of its step, 20
+                 "validation, bits per byte 2.0000 (step 20)", "loss, nats a token 7.0000 (step 20).",
                  "--depth=2", "form in training: 0."):
         assert text in card
     assert "BSD-3-Clause" not in card

@@ -67,7 +67,7 @@ def test_a_report_has_the_numbers_and_pictures_of_its_runs_and_refers_to_nothing
 
 
 def test_the_cost_is_that_of_the_price_table(interrupted, capsys):
-    main(["test", "--accelerator=v5litepod-8", "--out_dir", str(interrupted / "out")])
+    main(["test", "--accelerator=v5e-8", "--out_dir", str(interrupted / "out")])
     run = read_run(interrupted)
     price = usd_per_hour("v5litepod-8", spot=True)
     per_billion = price * 1e9 / run.median("tokens_per_s") / 3600
