@@ -9,6 +9,9 @@
 #   --zones A,B                the zones to try, and in which to look for a VM of this name
 #   --type TYPE                v5litepod-1/4/8 (default -8) or v6e-1/4/8; v5litepod-16, v4-32 … are pods (several VMs)
 #   --on_demand                not a spot VM: it costs about four times as much and is not preempted
+#   --max_hours N              the VM's own limit, from its creation on, over reboots: it stops its runs and deletes
+#                              itself before this time is over, whatever is on its disk. It needs this machine no more
+#   --margin_s N               how long before that it begins to stop (default 600, at most half of the time)
 #   --rounds N                 how many times to try all zones (default 3)
 #   --backoff_s N              the pause after a round, doubled each time and varied by half at random (default 60)
 #   --wait_s N                 how long one VM may take to become healthy (default 900)
@@ -21,19 +24,20 @@
 # 2: also an error that no waiting mends, such as a zone that does not exist.
 me=$0; while [ -L "$me" ]; do l=$(readlink "$me"); case $l in /*) me=$l ;; *) me=$(dirname "$me")/$l ;; esac; done
 . "$(dirname "$me")/lib/common.sh" || exit 2
-ROUNDS=3 BACKOFF_S=60 WAIT_S=900
-parse "ROUNDS BACKOFF_S" "$@"
+ROUNDS=3 BACKOFF_S=60 WAIT_S=900 MAX_HOURS="" MARGIN_S=600
+parse "ROUNDS BACKOFF_S MAX_HOURS MARGIN_S" "$@"
 NAME=${ARGS[0]:-$NAME}
 [ -n "$NAME" ] || die 2 "the VM has no name: create.sh NAME, or set NAME in deploy/config.env"
 facts "$TYPE"
 need_room
-lookup "$NAME"
+settle "$NAME"
+ZONES=$(all_zones) lookup "$NAME"
 [ "$VM_STATE" != unknown ] || cannot_tell "$NAME"
 [ "$VM_STATE" = absent ] || die 6 "$NAME exists already: $VM_STATE $VM_HEALTH in $VM_ZONE"
 say "$NAME: $TYPE, $CHIPS chips, $([ -n "$ON_DEMAND" ] && echo on demand || echo spot), ${USD:-unknown} USD an hour" \
   "${USD_NOTE:+($USD_NOTE)}"
 
-flags=(--accelerator-type="$TYPE" --version="$VERSION")
+files="" flags=(--accelerator-type="$TYPE" --version="$VERSION")
 [ -n "$ON_DEMAND" ] || flags+=(--spot)
 [ -z "$INTERNAL_IPS" ] || flags+=(--internal-ips)
 if [ ! -f "$SSH_KEY.pub" ] && [ ! -f "$SSH_KEY" ] && [ -z "$DRY_RUN" ]; then
@@ -42,13 +46,37 @@ if [ ! -f "$SSH_KEY.pub" ] && [ ! -f "$SSH_KEY" ] && [ -z "$DRY_RUN" ]; then
 fi
 if [ -f "$SSH_KEY.pub" ]; then
   echo "${SSH_USER:-$(id -un)}:$(tr -d '\r' <"$SSH_KEY.pub")" >"$TMP/keys"
-  flags+=(--metadata-from-file="ssh-keys=$TMP/keys")
+  files="ssh-keys=$TMP/keys"
 fi
+[ -z "$MAX_HOURS" ] || files="$files${files:+,}startup-script=$TMP/startup"
+[ -z "$files" ] || flags+=(--metadata-from-file="$files")
+
+# write_limit ZONE writes the VM's startup script. It sets the limit at the first boot, and starts it at the others.
+write_limit() {
+  limit_after "$MAX_HOURS" "projects/$PROJECT/locations/$1/nodes/$NAME"
+  { printf '#!/bin/bash\nexport HOME=~root\n'; cat "$LIB/on_vm.sh" "$LIB/limit.sh"
+    # shellcheck disable=SC2016  # it is evaluated on the VM
+    printf 'if [ -s ~/nanochat.d/limit ]; then bash ~/nanochat.d/limit start; else set_limit %s; fi\n' \
+      "$(quote "${limit[@]}")"; } >"$TMP/startup"
+}
+# check_limit tells whether the VM may delete itself at its limit. Only its own service account knows.
+check_limit() {
+  local answer
+  aim
+  # shellcheck disable=SC2016
+  answer=$(WORKER=0 retry vm 0 "$(cat "$LIB/limit.sh")
+may_delete \"\$1\"" "${limit[2]}" 2>&1 | LC_ALL=C tr -cd ' -~\n' | tail -n 1 | cut -c 1-300) || true
+  [ "$answer" != yes ] || { say "$NAME deletes itself before $MAX_HOURS hours are over"; return 0; }
+  say "warning: $NAME may not delete itself (${answer:-no answer}). At its limit it only ends its runs, and goes" \
+    "on to cost money until this machine deletes it: watch.sh does, or delete.sh $NAME"
+}
 
 # try ZONE creates the VM there. It returns 0 when the VM is ready; otherwise it deletes the VM, sets REASON, returns 1.
 try() {
   local zone=$1 creator status="" deadline=$((SECONDS + WAIT_S))
+  remember "$NAME" "$zone"
   set -m  # a process group, all of which can be ended: a gcloud that is left behind may still create the VM
+  [ -z "$MAX_HOURS" ] || write_limit "$zone"
   gcloud_tpu "$zone" create "$NAME" "${flags[@]}" >/dev/null 2>"$TMP/create" &
   creator=$!
   set +m
@@ -74,7 +102,8 @@ try() {
   ! grep -q -e ALREADY_EXISTS -e 'already exists' "$TMP/create" || die 6 "$NAME exists already in $zone"
   ZONES=$zone lookup "$NAME"
   # The next zone is tried only when this one holds no VM: two VMs would cost twice, and only one would be found.
-  [ "$VM_STATE" = absent ] || tpu "$zone" delete "$NAME" --async || [ "$(why)" = not_found ] ||
+  [ "$VM_STATE" != absent ] || { forget "$NAME" "$zone"; return 1; }
+  tpu "$zone" delete "$NAME" --async || [ "$(why)" = not_found ] ||
     die 1 "$NAME may still exist in $zone, and cost money: delete.sh $NAME; $(complaint)"
   return 1
 }
@@ -88,6 +117,7 @@ while :; do
     [ -z "$DRY_RUN" ] || continue
     if try "$zone"; then
       facts "$TYPE" "$zone"
+      [ -z "$MAX_HOURS" ] || check_limit
       say "$NAME is ready in $zone: $VM_IPS, ${USD:-unknown} USD an hour until it is deleted"
       exit 0
     fi

@@ -13,15 +13,41 @@ YES=""
 parse "YES" "$@"
 NAME=${ARGS[0]:-$NAME}
 [ -n "$NAME" ] || die 2 "the VM has no name: delete.sh NAME"
-need "$NAME"
+settle "$NAME"
+given ZONES || ZONES=$(all_zones)
+lookup "$NAME"
+zones=$VM_ZONE  # gcloud need not say where the VM is: it is deleted in every zone in which it may be
+[ -n "$zones" ] || zones=$(printf %s "$ZONES" | tr , ' ')
+[ "$VM_STATE" != unknown ] || say "gcloud does not say whether $NAME exists: $VM_ERROR"
+case $VM_STATE:$VM_ERROR in unknown:"credentials refused"*) cannot_tell "$NAME" ;; esac
+if [ "$VM_STATE" = absent ]; then
+  for zone in $zones; do forget "$NAME" "$zone"; done
+  die 3 "no VM $NAME in $ZONES of project $PROJECT; list.sh looks in all zones"
+fi
 if [ -z "$YES$DRY_RUN" ]; then
-  printf 'Delete %s (%s, %s in %s) and its disk? Type its name: ' "$NAME" "$VM_TYPE" "$VM_STATE" "$VM_ZONE" >&2
+  printf 'Delete %s (%s %s in %s of %s) and its disk? Type its name: ' \
+    "$NAME" "$VM_TYPE" "$VM_STATE" "$zones" "$PROJECT" >&2
   read -r answer || answer=""
   [ "$answer" = "$NAME" ] || die 1 "not deleted"
 fi
-change delete || case $(why) in
-  not_found) ;;  # deleted by somebody else since it was looked up
-  auth) die 4 "credentials refused, $NAME is NOT deleted: gcloud auth login" ;;
-  *) die 1 "$NAME is NOT deleted: $(complaint)" ;;
+deleted=""
+for VM_ZONE in $zones; do
+  if change delete; then deleted=1; else
+    case $(why) in
+      not_found) [ "$VM_STATE" = unknown ] || deleted=1 ;;  # deleted by somebody else since it was looked up
+      auth) die 4 "credentials refused, $NAME is NOT deleted: gcloud auth login" ;;
+      *) [ "$VM_STATE" = unknown ] || die 1 "$NAME is NOT deleted: $(complaint)" ;;
+    esac
+  fi
+done
+[ -z "$DRY_RUN" ] || exit 0
+was=$VM_STATE error=$VM_ERROR permanent=$VM_PERMANENT
+lookup "$NAME"  # gcloud confirms it
+case $VM_STATE in
+  absent) for zone in $zones; do forget "$NAME" "$zone"; done ;;
+  unknown) [ -n "$deleted" ] || { VM_ERROR=$error VM_PERMANENT=$permanent; cannot_tell "$NAME"; }
+    die 4 "$NAME is deleted as far as gcloud's operation says, and not yet confirmed: $VM_ERROR" ;;
+  *) die 1 "$NAME is NOT deleted: it is $VM_STATE in $VM_ZONE" ;;
 esac
-[ -n "$DRY_RUN" ] || say "$NAME is deleted"
+[ -n "$deleted" ] || [ "$was" != unknown ] || die 3 "no VM $NAME in $ZONES of project $PROJECT"
+say "$NAME is deleted"

@@ -12,10 +12,11 @@
 me=$0; while [ -L "$me" ]; do l=$(readlink "$me"); case $l in /*) me=$l ;; *) me=$(dirname "$me")/$l ;; esac; done
 . "$(dirname "$me")/lib/common.sh" || exit 2
 parse "" "$@"
+settle ""
 format='value[separator="|"](name.basename(),name.segment(-3),state,health,acceleratorType,schedulingConfig.spot,'
 format+='networkEndpoints[].accessConfig.externalIp.list(),networkEndpoints[].ipAddress.list())'
 line_form="^[a-z0-9-]+[|][a-z0-9-]+[|](UNKNOWN|$STATES)[|][A-Z_]*[|][a-z0-9]+-[0-9]+[|](True|False)?[|]"
-line_form+="$IPS_FORM[|]$IPS_FORM$"
+line_form+="${IPS_FORM}[|]$IPS_FORM$"
 # listed ZONE sets TPU_OUT to the VMs there. It returns 1 if gcloud refuses, or if one line of its answer is no VM.
 listed() {
   local line
@@ -53,5 +54,15 @@ while IFS='|' read -r name zone state health type spot external internal; do
   printf '%-20s %-16s %-10s %-10s %-14s %-9s %-16s %s USD/h\n' "$name" "$zone" "$state" "$health" "$type" \
     "$([ "$spot" = True ] && echo spot || echo on demand)" "$external" "${USD:-?}"
 done < <(printf '%s\n' "$found" | sed '/^$/d')
+for file in "$MEMORY"/*/*/*; do  # what gcloud does not show: a VM of another project, one that is just being made
+  [ -f "$file" ] || continue
+  name=${file##*/} zone=${file%/*} project=${file%/*/*}
+  zone=${zone##*/} project=${project##*/}
+  case "$project"$'\n\n'"$found" in "$PROJECT"$'\n'*$'\n'"$name|$zone|"*) continue ;; esac
+  read -r _ type spot <"$file" || true
+  printf '%-20s %-16s may exist in project %s, which gcloud did not show: delete.sh %s --project=%s, %s %s\n' \
+    "$name" "$zone" "$project" "$name" "$project" "$type" "$([ "$spot" = True ] && echo spot || echo on demand)"
+  unknown=", and the VMs whose price is not known"
+done
 echo "together: $total USD an hour$unknown"
 exit $status

@@ -7,7 +7,9 @@
 # The flags after -- are those of python -m scripts.base_train. It first checks code, packages, .tpu_env, PJRT_DEVICE,
 # chips, disk, data and tokenizer. On a pod the run starts on every VM or on none. RUN.log is in ~/nanochat.d/runs/.
 #
-#   --max_hours N              the VM itself stops the run after this time and, if HOST is its name, deletes itself
+#   --max_hours N              the VM has a new limit of its own: it stops its runs and, if HOST is its name, deletes
+#                              itself before this time is over, whatever is on its disk
+#   --margin_s N               how long before that it begins to stop (default 600, at most half of the time)
 #   --min_free_gb N            refuse to start with less free disk than this (default 20)
 #   --wait_s N                 return after this time (default 600); the run continues
 #   --dry_run                  only check the flags after -- and say what would be done; --verbose shows the scripts
@@ -15,8 +17,8 @@
 # Exit status 6: another run is running. If the run ends at once, its own exit status is returned.
 me=$0; while [ -L "$me" ]; do l=$(readlink "$me"); case $l in /*) me=$l ;; *) me=$(dirname "$me")/$l ;; esac; done
 . "$(dirname "$me")/lib/common.sh" || exit 2
-MIN_FREE_GB=20 AGAIN="" MAX_HOURS="" VM_ZONE=""
-parse "AGAIN MIN_FREE_GB MAX_HOURS" "$@"
+MIN_FREE_GB=20 AGAIN="" MAX_HOURS="" MARGIN_S=600 VM_ZONE=""
+parse "AGAIN MIN_FREE_GB MAX_HOURS MARGIN_S" "$@"
 resolve ${ARGS[@]+"${ARGS[@]}"}
 [ -z "$MAX_HOURS" ] || [ "$WORKER" = all ] || die 2 "--max_hours is for all workers: leave out --worker"
 [ -n "$AGAIN" ] || [ ${#FLAGS[@]} -gt 0 ] || die 2 "the run has no flags: train.sh HOST -- --run=NAME …, or --again"
@@ -70,6 +72,7 @@ END
 CHECK=$SCRIPT
 
 script <<'END'
+[ -z "${2:-}" ] || set_limit "${@:2}"  # first: no run starts without its limit
 cd "$D/runs"
 setsid -f flock -w 3 "$D/run.lock" bash -c '
   run=$(cat "$1/run")
@@ -79,7 +82,7 @@ setsid -f flock -w 3 "$D/run.lock" bash -c '
   echo "=== $(head -n 1 "$run.command")" >>"$run.log"; wc -c <"$run.log" >offset
   echo "$1" >token; rm -r "$1"
   bash "$run.command" >>"$run.log" 2>&1; echo $? >"$run.exit"' bash "start.$1" </dev/null >/dev/null 2>&1
-for _ in $(seq 25); do [ ! -d "start.$1" ] && [ -s pid ] && { end_after "${@:2}"; exit 0; }; sleep 0.2; done
+for _ in $(seq 25); do [ ! -d "start.$1" ] && [ -s pid ] && exit 0; sleep 0.2; done
 rm -r "start.$1"; echo "another run is running: $(current)" >&2; exit 6
 END
 START=$SCRIPT
@@ -102,11 +105,14 @@ script <<'END'
 [ "$(cat "$D/runs/token")" != "start.$1" ] || stop_run 60  # only the run that this command started
 END
 STOP=$SCRIPT
-token=$$.$RANDOM max_s=$([ -z "$MAX_HOURS" ] || awk "BEGIN { printf \"%d\", 3600 * $MAX_HOURS }")
-# `each` and `retry` call these by name. The first host alone, which has the mirror, may delete the TPU.
+START="$(cat "$LIB/limit.sh")
+$START"
+token=$$.$RANDOM limit=()
+[ -z "$MAX_HOURS" ] || limit_after "$MAX_HOURS" "${VM_ZONE:+projects/$PROJECT/locations/$VM_ZONE/nodes/${ARGS[0]}}"
+# `each` and `retry` call these by name.
 # shellcheck disable=SC2317,SC2329
 { check() { retry vm "$1" "$CHECK" "$token" "$AGAIN" "$MIN_FREE_GB" ${FLAGS[@]+"${FLAGS[@]}"}; }
-start() { [ "$1" = 0 ] || VM_ZONE=""; vm "$1" "$START" "$token" "$max_s" ${VM_ZONE:+"${ARGS[0]}" "$VM_ZONE"}; }
+start() { vm "$1" "$START" "$token" ${limit[@]+"${limit[@]}"}; }
 stop() { vm "$1" "$STOP" "$token"; }
 follow() { retry vm "$1" "$FOLLOW" "$WAIT_S" "$1"; }; alive() { [ -n "$DRY_RUN" ] || vm "$1" 'running'; }; }
 each check || exit

@@ -41,6 +41,17 @@ check_name "$NAME"
 facts "$TYPE"
 [ -z "$MAX_USD" ] || [ -n "$USD$PRICE_API_KEY" ] || die 2 "the price of $TYPE is not known: give --usd_per_hour"
 [ -z "$DRY_RUN" ] || check_flags "$TYPE"
+# One project and account for the whole watch. A VM of this name that may exist elsewhere would be forgotten.
+[ -n "$DRY_RUN" ] || settle "$NAME"
+for file in "$MEMORY"/*/*/"$NAME"; do
+  [ -f "$file" ] && [ -z "$DRY_RUN" ] || continue
+  zone=${file%/*} project=${file%/*/*}
+  case ",$ZONES,:$project" in *",${zone##*/},"*":$MEMORY/$PROJECT") ;; *)
+    die 2 "$NAME may exist in ${zone##*/} of project ${project##*/}, and cost money: give this --zones and --project," \
+      "or delete.sh $NAME --project=${project##*/}" ;;
+  esac
+done
+[ -n "$PROJECT$DRY_RUN" ] || die 4 "gcloud does not say what its project is: give --project"
 STATE=${STATE:-$HOME/.local/state/nanochat/$NAME}
 # shellcheck disable=SC2153  # parse sets it
 for setting in $NAMES; do

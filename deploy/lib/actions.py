@@ -30,7 +30,8 @@ class Actions:
     def look_up(self, limit_s=None, zones=None):
         """Asks gcloud and returns the VM's state, "absent", or "unknown" with the reason in `error`. `known` keeps the
         last certain answer: that gcloud fails once says nothing about the VM."""
-        flags = [f"--zones={zones}"] if zones else []
+        zones = zones or self.all_zones()
+        flags = [f"--zones={zones}"]
         limit_s = limit_s or LOOK_S * len(self.settings.zones)
         result = self.call("lib/look", limit_s, "--what=vm", *flags)
         fields = result.fields
@@ -44,6 +45,9 @@ class Actions:
             if self.known.exists and not self.was_absent:  # it may be overlooked once
                 self.was_absent, self.error = True, "gcloud finds no VM; it is asked again"
                 return "unknown"
+            if self.known.exists and self.probe(min(60, limit_s)):
+                self.error = "gcloud finds no VM, but it answers"
+                return "unknown"
             if self.known.exists:
                 self.known.forget_vm()
             self.was_absent = False
@@ -56,6 +60,10 @@ class Actions:
             self.health, self.type, self.is_spot = fields["health"], fields["type"], fields["spot"] == "True"
         self.save()
         return state
+
+    def all_zones(self):
+        """Returns the zones in which the VM may be, as a flag's value: also where an earlier watch created it."""
+        return ",".join(dict.fromkeys([*filter(None, [self.known.zone]), *self.settings.zones]))
 
     def address(self):
         return [f"--vm_ips={self.known.ips}", f"--vm_id={self.known.id}"]
@@ -162,8 +170,8 @@ class Actions:
 
     def delete(self, limit_s=DELETION_S, zone=None):
         """Deletes the VM and returns the status of delete.sh: 0 deleted, 3 there is none."""
-        flags = [f"--zones={zone}"] if zone else []
-        result = self.call("delete", limit_s, "--yes", *flags)
+        zones = zone or self.known.zone or self.all_zones()
+        result = self.call("delete", limit_s, "--yes", f"--zones={zones}")
         if result.status == 0 and not zone:
             self.known.forget_vm()
             self.save()

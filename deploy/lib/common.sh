@@ -24,7 +24,7 @@ export -n WANDB_API_KEY 2>/dev/null || true  # a secret: no child process needs 
 export COPYFILE_DISABLE=1  # so that tar on macOS adds no ._ files
 
 # Settings have these defaults, which config.env overrides, which flags override. settings.py has their forms.
-PROJECT="" ZONES="" NAME="" TYPE=v5litepod-8 BUCKET="" SSH_USER="" SSH_KEY=$HOME/.ssh/google_compute_engine
+PROJECT="" ACCOUNT="" ZONES="" NAME="" TYPE=v5litepod-8 BUCKET="" SSH_USER="" SSH_KEY=$HOME/.ssh/google_compute_engine
 WANDB_PROJECT="" WANDB_KEY_FILE="" ON_DEMAND="" USD_PER_HOUR="" WORKER=all WAIT_S=600 POLL_S=10 SSH_TIMEOUT_S=20
 DRY_RUN="" VERBOSE="" INTERNAL_IPS="" GIVEN=" "
 
@@ -51,6 +51,14 @@ limited() (
   done
   wait $!
 )
+
+# limit_after HOURS NODE sets limit to the arguments of set_limit on the VM.
+limit_after() {
+  local max_s reserve_s=$MARGIN_S
+  max_s=$(awk "BEGIN { printf \"%d\", 3600 * $1 }")
+  [ "$reserve_s" -le $((max_s / 2)) ] || reserve_s=$((max_s / 2))
+  limit=($(($(date +%s) + max_s)) "$reserve_s" "$2" "$POLL_S")
+}
 
 # given NAME returns 0 if a flag has set this variable.
 given() { case $GIVEN in *" $1 "*) ;; *) return 1 ;; esac; }

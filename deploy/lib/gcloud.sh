@@ -50,8 +50,46 @@ gcloud_tpu() {
   shift 2
   case $verb in create | delete | start | stop) limit_s=$((WAIT_S + 60)) ;; esac
   CLOUDSDK_CORE_HTTP_TIMEOUT=20 limited "$limit_s" gcloud compute tpus tpu-vm "$verb" "$@" --zone="$zone" --quiet \
-    ${PROJECT:+--project="$PROJECT"}
+    ${PROJECT:+--project="$PROJECT"} ${ACCOUNT:+--account="$ACCOUNT"}
 }
+
+# A VM that may exist is remembered as the file MEMORY/PROJECT/ZONE/NAME, which has its account, type and spot or not,
+# until gcloud has confirmed that it is gone.
+MEMORY=$HOME/.local/state/nanochat/vms REMEMBERED="" SETTLED=""
+# settle NAME sets, once, PROJECT and ACCOUNT, which every call is given: gcloud's present ones may change meanwhile.
+# They are those with which NAME was created, or else gcloud's present ones. REMEMBERED is the zones in which NAME may
+# exist.
+settle() {
+  local file project zone account rest found
+  [ -z "$SETTLED" ] || return 0
+  SETTLED=1 found=""
+  for file in "$MEMORY"/*/*/"$1"; do
+    [ -f "$file" ] || continue
+    zone=${file%/*} project=${file%/*/*}
+    zone=${zone##*/} project=${project##*/}
+    [ "${PROJECT:-$project}" = "$project" ] || continue
+    [ -z "$1" ] || [ "${found:-$project}" = "$project" ] || die 2 "$1 exists in $found and in $project: give --project"
+    read -r account rest <"$file" || true
+    [ -n "$ACCOUNT" ] || [ "$account" = - ] || ACCOUNT=$account
+    found=$project REMEMBERED="$REMEMBERED${REMEMBERED:+,}$zone"
+  done
+  PROJECT=${PROJECT:-$found}
+  [ -z "$PROJECT" ] || return 0
+  found=$(limited 60 gcloud config list --format='value[separator="|"](core.project,core.account)' 2>/dev/null) ||
+    return 0
+  [[ $found =~ ^(([a-z0-9.-]+:)?[a-z][a-z0-9-]*)?[|][A-Za-z0-9@._+-]*$ ]] || return 0
+  PROJECT=${found%%|*}
+  [ -n "$PROJECT" ] || die 2 "no project is set: gcloud config set project ID, or PROJECT=ID in deploy/config.env"
+  [ -n "$ACCOUNT" ] || ACCOUNT=${found#*|}
+}
+remember() { # remember NAME ZONE, before it is created there
+  local folder=$MEMORY/$PROJECT/$2
+  (umask 077 && mkdir -p "$folder" && echo "${ACCOUNT:--} $TYPE $([ -n "$ON_DEMAND" ] || echo True)" >"$folder/$1") ||
+    say "$1 is not remembered: cannot write to $folder"
+}
+forget() { rm -f "$MEMORY/$PROJECT/$2/$1"; }  # forget NAME ZONE: gcloud has said that it is not there
+# all_zones prints ZONES and those in which the VM may exist.
+all_zones() { printf '%s\n' "$REMEMBERED,$ZONES" | tr , '\n' | awk 'NF && !seen[$0]++' | paste -s -d , -; }
 
 # tpu ZONE VERB ARGS runs gcloud_tpu. It sets TPU_OUT to what gcloud prints and TPU_ERR to its messages, for why and
 # complaint. Both come through one pipe, with a mark before each message: on a full disk there are no files.
@@ -71,7 +109,7 @@ change() { # change VERB: deletes, starts or stops the VM that was looked up
 STATES="CREATING|READY|RESTARTING|REIMAGING|DELETING|REPAIRING|STOPPED|STOPPING|STARTING|PREEMPTED|TERMINATED"
 STATES="$STATES|HIDING|HIDDEN|UNHIDING"
 IPS_FORM="[0-9a-fA-FNone:.,]*"
-VM_FORM="^($STATES)[|][A-Z_]*[|][0-9]+[|][0-9TZ:.-]*[|][a-z0-9]+-[0-9]+[|]$IPS_FORM[|]$IPS_FORM[|](True|False)?$"
+VM_FORM="^($STATES)[|][A-Z_]*[|][0-9]+[|][0-9TZ:.-]*[|][a-z0-9]+-[0-9]+[|]${IPS_FORM}[|]${IPS_FORM}[|](True|False)?$"
 # unreadable says in one line what gcloud printed instead.
 unreadable() { echo "gcloud's answer is none: $(printf '%s' "$TPU_OUT" | LC_ALL=C tr -c ' -~' ' ' | cut -c 1-80)"; }
 # lookup NAME sets VM_STATE to the state that the API reports, to absent (NOT_FOUND in every zone), or to unknown
@@ -80,6 +118,7 @@ lookup() {
   local zone reason external internal format='value[separator="|"](state,health,id,createTime,acceleratorType,'
   format+='networkEndpoints[].accessConfig.externalIp.list(),networkEndpoints[].ipAddress.list(),schedulingConfig.spot)'
   check_name "$1"
+  settle "$1"
   [ -n "$ZONES" ] || die 2 "--zones is not set: give the flag or write deploy/config.env"
   VM_STATE=absent VM_HEALTH="" VM_ZONE="" VM_ID="" VM_CREATED="" VM_TYPE="" VM_IPS="" VM_SPOT="" VM_ERROR=""
   VM_PERMANENT=""
@@ -120,8 +159,10 @@ cannot_tell() { die "$([ -n "$VM_PERMANENT" ] && echo 2 || echo 4)" "cannot tell
 
 # need NAME [STATE] looks the VM up and exits unless it exists (and is in that state).
 need() {
+  settle "$1"
+  given ZONES || ZONES=$(all_zones)
   lookup "$1"
-  [ "$VM_STATE" != absent ] || die 3 "no VM $1 in $ZONES; list.sh looks in all zones"
+  [ "$VM_STATE" != absent ] || die 3 "no VM $1 in $ZONES of project ${PROJECT:-?}; list.sh looks in all zones"
   [ "$VM_STATE" != unknown ] || cannot_tell "$1"
   [ "$VM_STATE" = "${2:-$VM_STATE}" ] || die 1 "$1 is $VM_STATE, not $2"
 }

@@ -10,7 +10,7 @@ ended() { # ended SECONDS: waits for the end of all processes of the run
 current() { cat "$D/runs/current" 2>/dev/null || true; }
 # note NAME prints the path of a small file that needs no disk and that no reboot survives.
 # signal_run sends SIGTERM once: a second would end the run's wait for its mirror.
-note() { echo "/dev/shm/nanochat.$1.$(id -u).$(echo "$D" | cksum | cut -d ' ' -f 1)"; }
+note() { echo "/dev/shm/nanochat.$1.$(stat -c %u "$D").$(echo "$D" | cksum | cut -d ' ' -f 1)"; }
 signal_run() {
   local start sent
   start=$(cat "$D/runs/token" 2>/dev/null || echo unknown) sent=$(note stopping)
@@ -69,17 +69,6 @@ probe() {
     tail -n 1 | cut -c 1-200)"
 } 2>/dev/null
 
-# end_after SECONDS [NAME ZONE] ends the run after that time, though nobody watches it. With a name, it deletes this VM
-# if the mirror has the newest checkpoint of every run. If SECONDS is empty, it only ends the timer of the run before.
-end_after() {
-  kill -- "-$(cat "$(note timer)" 2>/dev/null)" 2>/dev/null || true
-  [ -n "$1" ] || return 0
-  export D
-  export -f running ended current note signal_run stop_run load_env mirror_lines checkpoints not_mirrored end_now
-  # shellcheck disable=SC2016  # it is evaluated there
-  setsid -f bash -c 'echo $$ >"$(note timer)"; sleep "$1"; end_now "${@:2}"' bash "$@" \
-    </dev/null >>"$D/runs/timer.log" 2>&1
-}
 # not_mirrored prints the newest checkpoint of each run whose mirror, if it has one, lacks it.
 not_mirrored() {
   local dir newest
@@ -88,15 +77,4 @@ not_mirrored() {
     [ -z "$newest" ] || [ "$newest" = "$(mirror_lines "${dir}mirror.json" | sed -n 's/^mirrored=//p')" ] ||
       echo "$(basename "$dir")/$newest"
   done
-}
-end_now() {
-  local alone
-  echo "$(date -u +%FT%TZ) the time is over: the run ends"
-  stop_run 1900 || true
-  load_env
-  alone=$(not_mirrored | paste -s -d ' ')
-  if [ -e "$BASE/checkpoints" ] && ! [ -r "$BASE/checkpoints" ]; then echo "the VM stays: its runs cannot be read"
-  elif [ -z "${1:-}" ]; then echo "the VM stays: its name is not known"
-  elif [ -n "$alone" ]; then echo "the VM stays: $alone is on this disk alone"
-  else gcloud compute tpus tpu-vm delete "$1" --zone="$2" --quiet; fi
 }

@@ -22,6 +22,7 @@ ZONES = r"[a-z]([a-z0-9-]*[a-z0-9])?(,[a-z]([a-z0-9-]*[a-z0-9])?)*", "a list of 
 WORD, PATH, URL = (r"[^\s\"\\]+", "one word"), (r"[^\n\0]+", "a path"), (r"https?://[^\s\"\\]+", "https://…")
 COMMON = {  # of all scripts
     "PROJECT": (r"([a-z0-9.-]+:)?[a-z][a-z0-9-]*", "a project's ID: small letters, digits and -"),
+    "ACCOUNT": (r"[A-Za-z0-9@._+-]+", "an account that gcloud auth list names"),
     "ZONES": ZONES,
     "NAME": (r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?", "a VM's name: small letters, digits and -, 63 at most"),
     "TYPE": (r"[a-z0-9]+-[0-9]{1,5}", "a TPU type, such as v5litepod-8 or v6e-4"),

@@ -107,11 +107,14 @@ class Worker:
         self.known.creating = True
         self.actions.save()
         self.note(f"creating {self.settings.name}: {self.settings.type} in {', '.join(self.settings.zones)}")
-        result = self.call("create", (CREATE_S + LOOK_S) * len(self.settings.zones), "--rounds=1")
+        result = self.call("create", (CREATE_S + LOOK_S) * len(self.settings.zones), "--rounds=1", *self.limit_flags())
         if result.status in (2, 5, 6):  # it made none
             self.known.creating = False
             self.actions.save()
         if result.status == 0:
+            for line in result.output.splitlines():
+                if line.startswith("warning: "):
+                    self.note(line)
             self.note(f"VM created: {result.last_line}")
             self.misses = 0
             if self.actions.look_up() == "READY":
@@ -255,10 +258,7 @@ class Worker:
         self.trouble(f"{trouble}: {result.last_line}")
 
     def start(self):
-        # While this machine sleeps nobody ends the budget, so the VM has a limit of its own.
-        left_s = self.left_s()
-        limit = [] if math.isinf(left_s) else [f"--max_hours={max(0.0, left_s) / 3600:.4f}"]
-        result = self.call("train", 900, "--wait_s=600", *limit, "--", *self.settings.flags)
+        result = self.call("train", 900, "--wait_s=600", *self.limit_flags(), "--", *self.settings.flags)
         if result.status == 0:
             steps = [line for line in result.output.splitlines() if line.startswith("step")]
             self.note(f"run started: {steps[-1] if steps else 'no step yet'}")
@@ -266,6 +266,13 @@ class Worker:
             self.note(f"the run did not start, and is started again: {result.last_line}")
         else:
             self.failed(result, f"the run did not start (status {result.status})", "the run does not accept its flags")
+
+    def limit_flags(self):
+        """Returns the flags for the VM's own limit: while this machine sleeps nobody else ends the budget."""
+        left_s = self.left_s()
+        if math.isinf(left_s):
+            return []
+        return [f"--max_hours={max(0.0, left_s) / 3600:.4f}", f"--margin_s={self.settings.margin_s:.0f}"]
 
     def restart(self):
         self.actions.stop_run(150, "--kill")  # on a pod, some VMs may still run it

@@ -31,6 +31,8 @@ class Cloud:
         self.vanishing = False  # whether a deletion finds that the node has just been deleted
         self.undeletable = 0  # how many of the next deletions fail
         self.hidden = 0  # how many of the next requests for an existing node are answered NOT_FOUND
+        self.refusals = []  # the statuses with which the VMs' next requests for a deletion are answered
+        self.permissions = ["tpu.nodes.delete"]  # of the VMs' service account
         self.held = False  # while set, no creation ends: new nodes are NOT_FOUND and the operations not done
         self.hosts = {"v5litepod-16": 4, "v4-32": 4}
         self._ids, self._lock = 1000, threading.RLock()
@@ -77,6 +79,15 @@ class Cloud:
                 "CLOUDSDK_CORE_DISABLE_PROMPTS": "1", "CLOUDSDK_CORE_DISABLE_USAGE_REPORTING": "true",
                 "CLOUDSDK_COMPONENT_MANAGER_DISABLE_UPDATE_CHECK": "1"}
 
+    def vm_env(self):
+        """Returns the environment variables with which a VM talks to this cloud."""
+        return {"GCE_METADATA_HOST": urlsplit(self.url).netloc, "CLOUDSDK_API_ENDPOINT_OVERRIDES_TPU": self.url,
+                "CLOUDSDK_API_ENDPOINT_OVERRIDES_CLOUDRESOURCEMANAGER": self.url}
+
+    def startup_script(self, node_id):
+        [node] = [node for node in self.nodes.values() if node["id"] == node_id]
+        return node.get("metadata", {}).get("startup-script", "")
+
     def node(self, name, zone=None):
         found = [node for path, node in self.nodes.items() if path.endswith(f"/{name}") and (zone or "") in path]
         return found[0] if found else None
@@ -86,6 +97,19 @@ class Cloud:
         self.requests.append(f"{method} {path}")
         if self.broken:
             raise Failure(*self.broken)
+        if match := re.fullmatch(r"/computeMetadata/v1/instance/(.*)", url.path):
+            if match[1] != "service-accounts/default/token" or headers["Metadata-Flavor"] != "Google":
+                raise Failure(404, "NOT_FOUND", "no such value")
+            return {}, {"access_token": "ya29.of-the-vm", "expires_in": 3599, "token_type": "Bearer"}
+        if headers.get("Authorization") == "Bearer ya29.of-the-vm":
+            if url.path == "/v1/projects/p:testIamPermissions":
+                asked = json.loads(body)["permissions"]
+                held = [each for each in asked if each in self.permissions]
+                return {}, {"permissions": held} if held else {}
+            if "tpu.nodes.delete" not in self.permissions:
+                raise Failure(403, "PERMISSION_DENIED", "Permission 'tpu.nodes.delete' denied")
+            if self.refusals:
+                raise Failure(self.refusals.pop(0), "REFUSED", "not now")
         query = {name: values[0] for name, values in parse_qs(url.query).items()}
         if url.path.startswith("/v2/"):
             return {}, self.tpu(method, url.path, query, json.loads(body or b"{}"))

@@ -158,6 +158,14 @@ class StandIn:
         inside = ["nsenter", "-t", str(self.pids()[0]), "-p", "-m", "bash", "-c", command]
         return subprocess.check_output(inside, text=True, env={**os.environ, "HOME": str(self.home)})
 
+    def start_up(self, script, env):
+        """Runs the startup script, as Google's agent does at every boot."""
+        path = self.root / "startup"
+        path.write_text(script)
+        inside = ["nsenter", "-t", str(self.pids()[0]), "-p", "-m", "bash", str(path)]
+        variables = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", **env}
+        subprocess.run(inside, env=variables, stdin=subprocess.DEVNULL, check=True, timeout=60)
+
     def run_dir(self, run="dummy"):
         return self.home / ".cache/nanochat/checkpoints" / run
 

@@ -21,7 +21,8 @@ PYTHON = f'export PJRT_DEVICE=CPU CPU_NUM_DEVICES={CHIPS} XLA_FLAGS="{CHEAP_COMP
 @pytest.fixture
 def world(laptop, installed_gcloud):
     world = World(laptop)
-    world.vm_options = {"chips": CHIPS, "python": PYTHON, "env": world.cloud.env(laptop.root / "vm_gcloud")}
+    environment = world.cloud.env(laptop.root / "vm_gcloud") | world.cloud.vm_env()
+    world.vm_options = {"chips": CHIPS, "python": PYTHON, "env": environment}
     yield world
     world.cloud.close()
 

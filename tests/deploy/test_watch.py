@@ -26,11 +26,13 @@ class World:
         (laptop.home / "config.env").write_text("POLL_S=0.2 MIN_FREE_GB=0 ZONES=us-a BACKOFF_S=1\n")
         self.mirror = laptop.root / "mirror"
         self.state = laptop.home / "state"
-        self.vm_options = {}
+        self.vm_options = {"env": self.cloud.vm_env()}
 
     def boot(self, node, index):
         if (node, index) not in self.booted:
-            self.booted[node, index] = self.laptop.vm("nano", **self.vm_options)
+            self.booted[node, index] = vm = self.laptop.vm("nano", **self.vm_options)
+            if script := self.cloud.startup_script(node):
+                vm.start_up(script, self.cloud.vm_env())
         return self.booted[node, index].ip
 
     @property

@@ -1,0 +1,80 @@
+"""No VM is forgotten: its project, zone and account are remembered, and it is deleted by what is known."""
+import pytest
+
+from tests.deploy.conftest import eventually
+from tests.deploy.test_watch import World
+
+QUICK = ["--zones=us-a,us-b", "--poll_s=0.1", "--backoff_s=0"]
+
+
+@pytest.fixture
+def world(laptop):
+    world = World(laptop)
+    yield world
+    world.close()
+
+
+def test_another_present_project_makes_no_second_vm_of_a_watch(world):
+    watch = world.watch(run=("--num_iterations=60", "--step_s=0.2"))
+    world.wait("run started")
+    gcloud = world.laptop.home / "bin/gcloud"  # as `gcloud config set project q` does, for every call from now on
+    gcloud.write_text(f'#!/bin/sh\nexport CLOUDSDK_CORE_PROJECT=q\nexec {world.laptop.gcloud} "$@"\n')
+    gcloud.chmod(0o755)
+    world.end(watch, 0)
+    assert len(world.booted) == 1 and not world.cloud.nodes
+    assert not [request for request in world.cloud.requests if "/projects/q/" in request]
+
+
+def test_a_vm_is_found_deleted_and_listed_where_it_was_created_and_not_in_the_present_project(laptop, cloud):
+    laptop.run("create.sh", "nano", *QUICK)
+    [memory] = (laptop.home / ".local/state/nanochat/vms").glob("*/*/nano")
+    assert memory.relative_to(memory.parents[2]).parts == ("p", "us-a", "nano")
+    assert memory.stat().st_mode & 0o077 == 0
+    laptop.env["CLOUDSDK_CORE_PROJECT"] = "q"
+    listed = laptop.run("list.sh")
+    assert "may exist in project p" in listed and "delete.sh nano --project=p" in listed
+    assert "may exist in us-a of project p" not in laptop.run("list.sh", "--project=p")
+    refused = laptop.run("watch.sh", "nano", *QUICK[:1], "--project=q", "--max_hours=1", "--", "--run=a", status=2)
+    assert "us-a of project p" in refused and "delete.sh nano --project=p" in refused
+    laptop.run("delete.sh", "nano", "--yes")  # without --zones
+    assert not cloud.nodes and not memory.exists()
+
+
+def test_a_vm_is_deleted_by_what_is_known_though_gcloud_cannot_describe_it(laptop, cloud):
+    laptop.run("create.sh", "nano", *QUICK)
+    gcloud = laptop.home / "bin/gcloud"
+    gcloud.write_text('#!/bin/sh\ncase "$*" in *describe*) echo "<html>Login</html>"; exit 0 ;; esac\n'
+                      f'exec {laptop.gcloud} "$@"\n')
+    gcloud.chmod(0o755)
+    output = laptop.run("delete.sh", "nano", "--yes", status=4)
+    assert "not yet confirmed" in output and not cloud.nodes
+    gcloud.unlink()
+    laptop.run("delete.sh", "nano", "--yes", status=3)
+    assert not list((laptop.home / ".local/state/nanochat/vms").glob("*/*/nano"))
+
+
+def test_a_deletion_that_gcloud_does_not_confirm_is_no_deletion(laptop, cloud):
+    laptop.run("create.sh", "nano", *QUICK)
+    gcloud = laptop.home / "bin/gcloud"
+    gcloud.write_text('#!/bin/sh\ncase "$*" in *" delete "*) echo "<html>Login</html>"; exit 0 ;; esac\n'
+                      f'exec {laptop.gcloud} "$@"\n')
+    gcloud.chmod(0o755)
+    assert "nano is NOT deleted: it is READY" in laptop.run("delete.sh", "nano", *QUICK[:1], "--yes", status=1)
+
+
+def test_without_a_project_there_is_one_line(laptop, cloud):
+    laptop.env["CLOUDSDK_CORE_PROJECT"] = ""
+    output = laptop.run("create.sh", "nano", *QUICK, status=2)
+    assert output.splitlines() == [output.strip()] and "gcloud config set project" in output
+
+
+def test_a_vm_whose_ssh_answers_is_never_absent(world):
+    watch = world.watch(run=("--num_iterations=100000", "--step_s=0.2"))
+    world.wait("run started")
+    node = world.cloud.nodes.copy()
+    world.cloud.nodes.clear()
+    world.wait("gcloud finds no VM, but it answers")
+    assert world.journal().count("creating nano") == 1
+    world.cloud.nodes.update(node)
+    watch.terminate()
+    eventually(lambda: watch.poll() is not None)
