@@ -1,5 +1,4 @@
 """Checkpoints whose tensors are divided into pieces that several ranks write."""
-import json
 import shutil
 import subprocess
 import threading
@@ -12,9 +11,8 @@ from nanochat.checkpoint import on_disk
 from nanochat.checkpoint import saver as saver_module
 from nanochat.checkpoint.mirror import run_mirror
 from nanochat.checkpoint.on_disk import MODEL, OPTIMIZER
-from nanochat.checkpoint.pieces import Layout, load_checkpoint, load_tensors, sizes_of
+from nanochat.checkpoint.pieces import Layout, load_checkpoint, sizes_of
 from nanochat.checkpoint.saver import SaveOptions, Saver, save_checkpoint, save_lane_states, write_part
-from nanochat.common import get_base_dir
 from tests.checkpoint.states import DAMAGES, damage, kill_at_any_moment, make_meta, names, run_on_small_disk
 
 PIECE_BYTES = 1000
@@ -234,44 +232,3 @@ def _save_for_ever(run_dir):
 
 def test_a_process_killed_at_any_moment_leaves_only_whole_checkpoints(tmp_path):
     kill_at_any_moment(_save_for_ever, tmp_path, pause_s=0.011)
-
-
-# Runs
-
-GATHERS_COLUMNS = """
-import nanochat.model.parts
-import nanochat.train.saves
-from nanochat.common import run_script
-from scripts.base_train import main
-nanochat.model.parts.GATHER_BYTES = 5000
-nanochat.train.saves.PIECE_BYTES = 30_000
-run_script(main)
-"""
-SMALL = "--kernel=chunked", "--depth=3", "--save_every=3", "--log_every=1"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("devices, mesh", [(4, ()), (2, ("--mesh_fsdp=2",))], ids=["data", "fsdp"])
-def test_a_run_saves_in_pieces_what_it_saves_whole_and_resumes_bit_for_bit(train, devices, mesh):
-    whole = train(*SMALL, *mesh, run="whole", devices=devices)
-    divided = train(*SMALL, *mesh, run="divided", devices=devices, new_process=("-c", GATHERS_COLUMNS))
-    assert divided.losses == whole.losses
-    folder = get_base_dir() / "checkpoints"
-    first, last = sorted((folder / "divided").glob("step_*"))
-    expected = sorted((folder / "whole").glob("step_*"))[-1]
-    assert len([name for name in names(last) if name.startswith("optimizer-")]) > 4 and OPTIMIZER not in names(last)
-    for kind in (MODEL, OPTIMIZER):
-        found, wanted = load_tensors(last, kind), load_tensors(expected, kind)
-        assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
-    before = {name: (last / name).read_bytes() for name in names(last) if name.endswith(".safetensors")}
-    shutil.rmtree(last)
-    (folder / "divided" / ".finished").unlink()
-    resumed = train(*SMALL, *mesh, run="divided", devices=devices, new_process=("-c", GATHERS_COLUMNS))
-    step = json.loads((first / "meta.json").read_text())["step"]
-    assert {s: loss for s, loss in whole.losses.items() if s > step} == \
-        {s: loss for s, loss in resumed.losses.items() if s > step}
-    assert before == {name: (last / name).read_bytes() for name in before}
-    shutil.rmtree(last)
-    (folder / "divided" / ".finished").unlink()
-    alone = train(*SMALL, run="divided", devices=1)  # on one device, and whole again
-    assert alone.losses[6] == pytest.approx(whole.losses[6], rel=1e-5) and OPTIMIZER in names(last)
