@@ -32,9 +32,9 @@ from nanochat.common import (
     is_disk_full,
     require_file,
     require_writable_dir,
+    say,
 )
 from nanochat.data.storage import Interruption, Retries, StoredFile, download, endpoint, list_files
-from nanochat.device.ranks import print0
 
 CACHE_GB = 20.0
 CACHE_DIR = "bucket_cache"  # under the base directory
@@ -249,7 +249,7 @@ def choose_shards(place, paths):
     left_out = sorted(set(tables) - set(chosen))
     if left_out and (place, len(left_out)) not in _said:
         _said.add((place, len(left_out)))
-        print0(f"warning: {len(chosen)} of {len(tables)} parquet files in {place} are read, and not {left_out[0]}"
+        say(f"warning: {len(chosen)} of {len(tables)} parquet files in {place} are read, and not {left_out[0]}"
                f"{' …' if len(left_out) > 1 else ''}: move the others beside them, and end their names in .parquet")
     return chosen
 

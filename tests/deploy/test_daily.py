@@ -278,7 +278,7 @@ def test_status_shows_one_screen_for_a_running_and_for_a_crashed_run(laptop, vm)
     train(laptop, vm, "--run=d16", "--num_iterations=2000", "--step_s=0.2", "--save_every=1")
     output = laptop.run("status.sh", vm.ip)
     for part in ("d16 running", "of 2000", "175000 tokens/s", "MFU 31.2%", "1 h 01 min left", "GB free",
-                 "checkpoint step_00000", "0 min old"):
+                 "checkpoint step_0000", "0 min old"):
         assert part in output, output
     watching = laptop.start("status.sh", vm.ip, "--watch", "--poll_s=1")
     for _ in range(2):

@@ -32,19 +32,18 @@ def test_the_environment_names_a_mesh_where_no_flag_does():
 
 
 @pytest.mark.parametrize("flags, environment, words", [
-    ((-1, 3, 1), {}, r"--mesh_fsdp=3.* are \? × 3 × 1 chips .*there are 8: use 2 or 4 along fsdp.*CPU_NUM_DEVICES"),
-    ((4, 4, 1), {}, "4 × 4 × 1 .* there are 8"),
-    ((-1, 16, 1), {}, "there are 8: use 8 along fsdp"),
-    ((-1, 3, 2), {}, r"are \? × 3 × 2 chips .* there are 8: use 2 or 4 along fsdp"),
-    ((-1, 1, 3), {}, "there are 8: use 2 or 4 along tensor"),
-    ((-1, 1, 1), {"TPU_MESH_CONFIG": "4,4"}, "TPU_MESH_CONFIG=4,4 with TPU_AXIS_NAMES=data,fsdp,tensor are 4 × 4 .* "
+    ((3, 1), {}, r"--mesh_fsdp=3.* are \? × 3 × 1 chips .*there are 8: use 2 or 4 along fsdp.*CPU_NUM_DEVICES"),
+    ((16, 1), {}, "there are 8: use 8 along fsdp"),
+    ((3, 2), {}, r"are \? × 3 × 2 chips .* there are 8: use 2 or 4 along fsdp"),
+    ((1, 3), {}, "there are 8: use 2 or 4 along tensor"),
+    ((1, 1), {"TPU_MESH_CONFIG": "4,4"}, "TPU_MESH_CONFIG=4,4 with TPU_AXIS_NAMES=data,fsdp,tensor are 4 × 4 .* "
      "there are 8: use 2 or 4 along fsdp, and the others along data"),
-    ((-1, 1, 1), {"TPU_MESH_CONFIG": "2,2,4", "TPU_AXIS_NAMES": "data,model,fsdp"},
+    ((1, 1), {"TPU_MESH_CONFIG": "2,2,4", "TPU_AXIS_NAMES": "data,model,fsdp"},
      "TPU_MESH_CONFIG=2,2,4 .* are 2 × 4 × 2 .*: use 2 or 4 along fsdp"),
-    ((-1, 1, 1), {"TPU_MESH_CONFIG": "two"}, "TPU_MESH_CONFIG=two .* is no mesh"),
-    ((-1, 1, 1), {"TPU_MESH_CONFIG": "9" * 5000}, "is no mesh"),
-    ((-1, 1, 1), {"TPU_MESH_CONFIG": "4,2", "TPU_AXIS_NAMES": "data,width"}, "TPU_AXIS_NAMES=data,width is no mesh"),
-    ((-1, 1, 1), {"TPU_MESH_CONFIG": "4,2", "TPU_AXIS_NAMES": "data,data"}, "is no mesh"),
+    ((1, 1), {"TPU_MESH_CONFIG": "two"}, "TPU_MESH_CONFIG=two .* is no mesh"),
+    ((1, 1), {"TPU_MESH_CONFIG": "9" * 5000}, "is no mesh"),
+    ((1, 1), {"TPU_MESH_CONFIG": "4,2", "TPU_AXIS_NAMES": "data,width"}, "TPU_AXIS_NAMES=data,width is no mesh"),
+    ((1, 1), {"TPU_MESH_CONFIG": "4,2", "TPU_AXIS_NAMES": "data,data"}, "is no mesh"),
 ])
 def test_a_mesh_that_does_not_match_is_refused_with_what_works(flags, environment, words):
     with pytest.raises(BadInput, match=words) as refusal:

@@ -125,7 +125,7 @@ def test_a_run_whose_model_breaks_ends_with_status_1_and_no_script_takes_it_for_
                            f"--tokenizer_dir={byte_tokenizer_dir}"])
     capsys.readouterr()
     assert not report.main(["test"])
-    assert re.search(r"validation, bits per byte +not finite", capsys.readouterr().out)
+    assert "not finite" in capsys.readouterr().out
 
 
 def test_lines_of_the_log_count_no_evaluation_and_precede_every_checkpoint(train):
