@@ -18,6 +18,7 @@ given ZONES || ZONES=$(all_zones)
 lookup "$NAME"
 zones=$VM_ZONE  # gcloud need not say where the VM is: it is deleted in every zone in which it may be
 [ -n "$zones" ] || zones=$(printf %s "$ZONES" | tr , ' ')
+[ "$VM_STATE:$REMEMBERED" != unknown: ] || cannot_tell "$NAME"
 [ "$VM_STATE" != unknown ] || say "gcloud does not say whether $NAME exists: $VM_ERROR"
 case $VM_STATE:$VM_ERROR in unknown:"credentials refused"*) cannot_tell "$NAME" ;; esac
 if [ "$VM_STATE" = absent ]; then

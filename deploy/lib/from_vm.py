@@ -163,7 +163,7 @@ def main():
         Path(log).write_text(printable(Path(log).read_text(errors="backslashreplace")))
     if refused:
         print(f"error: the VM's answer is refused: {refused}", file=sys.stderr)
-    return status or int(bool(refused))
+    return 1 if refused else status  # ssh, which is cut off then, ends with 255
 
 
 if __name__ == "__main__":

