@@ -75,8 +75,8 @@ settle() {
   done
   PROJECT=${PROJECT:-$found}
   [ -z "$PROJECT" ] || return 0
-  found=$(limited $((GCLOUD_S < 60 ? GCLOUD_S : 60)) gcloud config list --format='value[separator="|"](core.project,core.account)' 2>/dev/null) ||
-    return 0
+  found=$(limited $((GCLOUD_S < 60 ? GCLOUD_S : 60)) \
+    gcloud config list --format='value[separator="|"](core.project,core.account)' 2>/dev/null) || return 0
   [[ $found =~ ^(([a-z0-9.-]+:)?[a-z][a-z0-9-]*)?[|][A-Za-z0-9@._+-]*$ ]] || return 0
   PROJECT=${found%%|*}
   [ -n "$PROJECT" ] || die 2 "no project is set: --project, PROJECT in config.env, or gcloud config set project"
