@@ -50,6 +50,7 @@ WARM = [{"tests/checkpoint/test_pieces.py", "tests/data/test_batches.py", "tests
          "tests/train/test_teacher.py"},
         {"tests/test_warm.py", "tests/scripts/test_base_train.py", "tests/scripts/test_base_train_ends.py",
          "tests/scripts/test_base_train_refusals.py", "tests/train/test_start.py"}]
+WARM_PROCESSES = 3  # at a time, because each grows to more than a gigabyte: it keeps what it compiled
 # These compile for minutes, and share nothing with the other tests of their file.
 COMPILATIONS = {"test_the_chips_compile_every_kernel_at_depth_2",
                 "test_running_out_of_memory_is_foreseen_and_the_culprit_is_named"}
@@ -174,9 +175,16 @@ def run_python(*arguments, devices=1, **env):
 
 @pytest.fixture(scope="session")
 def warm_ranks():
-    """Returns the WarmRanks with so many devices."""
-    started = {}
-    yield lambda devices: started.setdefault(devices, WarmRanks(devices))
+    """Returns the WarmRanks with so many devices. Of several, those that were used last stay."""
+    started = {}  # the last used last
+
+    def ranks_of(devices):
+        started[devices] = started.pop(devices, None) or WarmRanks(devices)
+        for unused in [*started][:-WARM_PROCESSES]:
+            started.pop(unused).stop()
+        return started[devices]
+
+    yield ranks_of
     for ranks in started.values():
         ranks.stop()
 

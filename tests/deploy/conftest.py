@@ -4,6 +4,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -49,6 +50,8 @@ class Laptop:
         (self.home / ".ssh/config").write_text(f"Host *\n  UserKnownHostsFile {self.home}/.ssh/known_hosts\n")
         (self.home / "bin/ssh").write_text(f'#!/bin/sh\nexec /usr/bin/ssh -F {self.home}/.ssh/config "$@"\n')
         (self.home / "bin/ssh").chmod(0o755)
+        # A version manager's python3 would be a script that takes several times as long to start.
+        (self.home / "bin/python3").symlink_to(Path(sys.base_prefix, "bin/python3"))
         if os.environ.get("BASH32"):  # runs every script in bash 3.2: make test BASH32=/opt/bash-3.2/bin/bash
             (self.home / "bin/bash").symlink_to(os.environ["BASH32"])
         self.env = {"PATH": f"{self.home}/bin:{gcloud.parent}:{os.environ['PATH']}", "HOME": str(self.home),
