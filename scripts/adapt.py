@@ -25,6 +25,7 @@ from nanochat.data.shards import DEFAULT_DIRS, TextFlags, open_shards, open_text
 from nanochat.data.tokenizer import load_tokenizer
 from nanochat.infer.load import load_language_meta, resolve_inference_device_type
 from nanochat.model.config import GPTConfig
+from nanochat.model.rates import run_lr_scale
 from nanochat.record.metrics import METRICS_FILE, parse_record
 from nanochat.run.processes import expected_world_size, require_success, run_module, started_module
 from nanochat.run.stopping import EXIT_STATUS
@@ -38,9 +39,9 @@ HELD_OUT_CHARS = 200_000  # at most: evaluations read all of it, because the beg
 EVAL_TOKENS = 2**16
 EVALUATIONS = 6
 PATIENCE = 2  # evaluations without a gain
-KEPT = ("tokenizer_dir", "device_batch_size", "fim_rate", "fim_context", "weight_decay")  # flags of RUN
-UNFINISHED_FILE = "unfinished.json"  # of a training that has not ended: the flags of adapt, and those of base_train
+KEPT = ("tokenizer_dir", "device_batch_size", "fim_rate", "fim_context")  # flags of RUN
 RATES = ("matrix_lr", "embedding_lr", "unembedding_lr", "scalar_lr")
+UNFINISHED_FILE = "unfinished.json"  # of a training that has not ended: the flags of adapt, and those of base_train
 
 
 @dataclass(frozen=True)
@@ -114,10 +115,9 @@ def training_flags(flags, path, meta, steps, folder):
     """Returns the flags of base_train, for so many steps from the checkpoint at `path`, which has the Meta. folder: of
     the mixture and the project's text."""
     every = max(1, steps // EVALUATIONS)
-    horizon = next(n for n in (meta.flags.get("rate_horizon", -1), meta.flags["num_iterations"], meta.step) if n > 0)
     device_type = resolve_inference_device_type(flags.device_type)
-    found = [f"--run={flags.run}", f"--init_from={path}", "--init_optimizer", f"--data_mix={folder / 'mix.toml'}",
-             f"--num_iterations={steps}", f"--rate_horizon={horizon}", "--warmdown_ratio=1",
+    found = [f"--run={flags.run}", f"--init_from={path}", f"--data_mix={folder / 'mix.toml'}",
+             f"--num_iterations={steps}", "--warmdown_ratio=1", *rate_flags(flags, meta, steps),
              f"--total_batch_size={meta.total_batch_size}", f"--eval_every={every}", f"--eval_tokens={EVAL_TOKENS}",
              "--sample_every=-1", f"--save_every={every}", f"--keep_every={every}",
              f"--device_type={device_type}"]
@@ -127,8 +127,22 @@ def training_flags(flags, path, meta, steps, folder):
     for name in KEPT:
         if meta.flags.get(name) not in (None, ""):
             found.append(f"--{name}={meta.flags[name]}")
+    return found
+
+
+# A run that begins with another's weights has the rates of a long run, and decays within its own length. This one has
+# the pace of the first training instead: its factor for the length, and its decay in a step.
+def rate_flags(flags, meta, steps):
+    """Returns the flags of the rates and the decay of a training of so many steps."""
+    saved = meta.flags
+    rate_horizon = saved.get("rate_horizon", -1)  # see StartFlags
+    horizon = next(n for n in (rate_horizon, saved["num_iterations"], meta.step) if n > 0)
+    lr_scale = saved.get("lr_scale", 1.0)
+    if rate_horizon:
+        lr_scale *= run_lr_scale(meta.total_batch_size * horizon)
+    found = [f"--lr_scale={lr_scale}", f"--weight_decay={saved['weight_decay'] * steps / horizon}"]
     for name in RATES:
-        found.append(f"--{name}={meta.flags[name] * flags.rate:g}")
+        found.append(f"--{name}={saved[name] * flags.rate:g}")
     return found
 
 

@@ -26,12 +26,11 @@ class OptimConfig:
     unembedding_lr: float = flag(0.004, "AdamW's learning rate for the head, at width 768", at_least=0)
     scalar_lr: float = flag(0.05, "AdamW's learning rate for the layers' embedding scales; the residual stream's "
                             "scales get a hundredth", at_least=0)
+    lr_scale: float = flag(1.0, "multiplies all learning rates", at_least=0)
     weight_decay: float = flag(4.0, "over the run, matrices shrink by exp(-weight_decay) at most", at_least=0)
     warmup_steps: int = flag(-1, f"steps in which learning rates rise; -1: {WARMUP_STEPS}, at most a fifth of the run",
                              at_least=0, unset=-1)
     warmdown_ratio: float = flag(0.5, "fraction of the run in which learning rates fall", at_least=0, at_most=1)
-    rate_horizon: int = flag(-1, "steps of the run for whose length rates and decay are scaled; -1: this run's",
-                             at_least=1, unset=-1)
     final_lr_frac: float = flag(0.05, "fraction of the learning rates that remains at the end", at_least=0, at_most=1)
 
 
@@ -41,8 +40,6 @@ class OptimConfig:
 #     1.0      ______________
 #             /              \___
 #     step   0  warmup     fall  num_iterations, where final_lr_frac is left
-# In the flat part the factor does not depend on the run's length: so a checkpoint there can have several endings
-# (--decay_from).
 def lr_multiplier(step, num_iterations, config):
     """Returns the factor of all learning rates, 0 to 1: warm-up, flat, then linear down to `final_lr_frac` (the
     trapezoid of arXiv 2405.18392)."""
@@ -128,10 +125,14 @@ class Rules:
         return lr_multiplier(step, self.num_iterations, self.schedule)
 
 
-def gpt_rules(config, total_batch_size, num_iterations, width, matrix_dtype=torch.float32, earlier_steps=0):
-    """Returns a GPT's Rules. config: OptimConfig; total_batch_size: tokens of a step."""
-    horizon = num_iterations if config.rate_horizon < 0 else config.rate_horizon
-    scale = batch_lr_scale(total_batch_size) * run_lr_scale(total_batch_size * horizon)
+def gpt_rules(config, total_batch_size, num_iterations, width, matrix_dtype=torch.float32, earlier_steps=0,
+              rate_horizon=-1):
+    """Returns a GPT's Rules. config: OptimConfig; total_batch_size: tokens of a step; rate_horizon: see StartFlags
+    (train/flags.py)."""
+    horizon = rate_horizon if rate_horizon > 0 else num_iterations
+    scale = config.lr_scale * batch_lr_scale(total_batch_size)
+    if rate_horizon:
+        scale *= run_lr_scale(total_batch_size * horizon)
     matrix_lr = config.matrix_lr * scale
     adam = {}
     for weight in WEIGHTS:

@@ -34,7 +34,7 @@ class PuzzleTask:
     # their cells.
     console = {"puzzles_per_s": "{:,.0f} puzzles/s", "exact": "{:.1%} solved",
                "val_exact": "{:.1%} of the held-out puzzles solved", "val_cells": "{:.1%} of their cells"}
-    num_lanes = first_step = 0
+    num_lanes = 0
     origin = lacks = None
     changing_flags = flags_of((PuzzleFlags, UpdateFlags), but={"data_dir"})
 

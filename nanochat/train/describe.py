@@ -8,7 +8,7 @@ from nanochat.device import tpu
 from nanochat.device.tpu import GIB
 from nanochat.kernels.choose import get_kernels
 from nanochat.model.gpt import GPT
-from nanochat.model.rates import gpt_rules, lr_stages
+from nanochat.model.rates import lr_stages
 from nanochat.model.weights import matrix_parameters
 from nanochat.record.metrics import format_duration
 
@@ -92,7 +92,7 @@ def _describe_rates(plan):
     first_lower = max(warmup, fall + 1) + 1
     if first_lower <= plan.num_iterations and optimizer.final_lr_frac < 1:
         falls = f"fall from step {first_lower:,} on"
-    rules = gpt_rules(optimizer, plan.total_batch_size, plan.num_iterations, plan.config.n_embd)
+    rules = plan.rules
     rates = {"matrices": rules.matrix_lr, "embedding": rules.adam["wte"].lr, "head": rules.adam["lm_head"].lr}
     if plan.config.has_values:
         rates["value table"] = rules.adam["value_table"].lr
@@ -167,10 +167,9 @@ def _others(ranks):
 
 def require_time(plan, num_iterations):
     """Says how long a long run takes on this CPU. Raises BadInput if it is over a day and nobody asked for it."""
-    steps = plan.start.first_step, plan.num_iterations
-    if plan.device_type not in ("cpu", "xla") or plan.flops(*steps) < SHORT_FLOPS:
+    if plan.device_type not in ("cpu", "xla") or plan.flops(0, plan.num_iterations) < SHORT_FLOPS:
         return
-    seconds = seconds_of_row(plan.config) * plan.tokens(*steps) / plan.config.max_seq_len
+    seconds = seconds_of_row(plan.config) * plan.tokens(0, plan.num_iterations) / plan.config.max_seq_len
     text = f"about {format_duration(seconds)}"
     if seconds > 2 * DAY_S:
         text = f"about {seconds / DAY_S:,.0f} days"

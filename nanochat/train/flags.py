@@ -150,8 +150,8 @@ ModelFlags.__module__ = __name__  # so that it can be handed to other processes
 
 @dataclass(frozen=True)
 class BatchFlags:
-    num_iterations: int = flag(-1, "optimizer steps, with --decay_from those after it; -1: by "
-                               "--target_param_data_ratio", at_least=1, at_most=MAX_STEPS, unset=-1)
+    num_iterations: int = flag(-1, "optimizer steps; -1: by --target_param_data_ratio", at_least=1, at_most=MAX_STEPS,
+                               unset=-1)
     target_param_data_ratio: float = flag(20.0, "tokens of the whole run per parameter of matrices and head", above=0,
                                           at_most=1e6)
     device_batch_size: int = flag(8, "rows of a micro-step on one device, or one group of --mesh_tensor devices",
@@ -170,19 +170,23 @@ class DistillationFlags:
     kd_temperature: float = flag(1.0, "temperature of both predictions", at_least=0.1, at_most=100)
 
 
-# find_start (start.py) replaces the names by RUN/step_000100, and sets steps_before, which is no flag.
+# find_start (start.py) replaces the name by RUN/step_000100, and sets what is no flag. Checkpoints keep all of it.
 @dataclass(frozen=True)
 class StartFlags:
-    init_from: str = flag("", "begin with the weights of RUN, RUN/step_000100 or a path; "
+    init_from: str = flag("", "begin with the weights and the optimizer's state of RUN, RUN/step_000100 or a path; "
                           "docs/training.md#begin-with-another-run", of=not_empty)
-    init_optimizer: bool = flag(False, "with --init_from: take the optimizer's state, too")
-    decay_from: str = flag("", "an ending of another run: go on from RUN/step_000100, with rates that fall; "
-                           "docs/training.md#several-endings", of=not_empty)
-    steps_before: int = 0  # the earlier_steps of the other run, if this one takes its optimizer's state
+    init_optimizer: bool = False  # the run took the optimizer's state: that checkpoint had one
+    steps_before: int = 0  # the earlier_steps of the other run, if this one took its optimizer's state
+    # The steps for whose length rates and decay are scaled. -1: the run's. 0, if it began with another's weights: the
+    # run's for its decay, and none for its rates. Only runs of former versions have other values.
+    rate_horizon: int = -1
+    # Runs of former versions could begin as the ending of another: they go on to count its steps from this checkpoint
+    # on, while their rates fall.
+    decay_from: str = ""
 
     @property
     def first_step(self):
-        """The steps of the checkpoint that the run goes on from."""
+        """The step that the run counts as its first, from 0."""
         return step_of(self.decay_from) if self.decay_from else 0
 
     @property
@@ -247,6 +251,10 @@ GONE = {
     "save_every_minutes": Gone("divide the minutes by the time of a step, and give --save_every=STEPS"),
     "checkpoint_piece_gb": Gone("files have 4 GB at most: leave it out"),
     "max_bad_steps": Gone("a run ends after 10 non-finite steps in a row: leave it out"),
+    "decay_from": Gone("begin a run with --init_from=RUN/step_000100, --warmup_steps=0 and --warmdown_ratio=1; a run "
+                       "that began with it resumes without it"),
+    "init_optimizer": Gone("--init_from takes the optimizer's state, where there is one: leave it out"),
+    "rate_horizon": Gone("multiply the rates with --lr_scale; a run that began with it keeps it"),
     "tokenizer_threads": Gone("each rank has two threads that prefetch and tokenize: leave it out"),
 }
 

@@ -25,7 +25,7 @@ from nanochat.model.config import GPTConfig, require_as_saved
 from nanochat.model.gpt import GPT
 from nanochat.model.optim import MuonAdamW
 from nanochat.model.parts import Parts
-from nanochat.model.rates import OptimConfig, gpt_rules
+from nanochat.model.rates import OptimConfig
 from nanochat.model.weights import initial_weights
 from nanochat.train.describe import describe_plan, require_time
 from nanochat.train.flags import BatchFlags, DistillationFlags, Flags
@@ -60,12 +60,10 @@ def make_model(plan):
 
 def make_optimizer(plan, model, dist=None, weights=None):
     """Returns the MuonAdamW of a Plan. dist, weights: see there."""
-    rules = gpt_rules(plan.optimizer, plan.total_batch_size, plan.num_iterations, plan.config.n_embd, plan.dtype,
-                      plan.start.earlier_steps)
     parts = None
     if plan.shard_optimizer and dist and dist.world_size > 1:
         parts = Parts(dist, plan.mesh)
-    return MuonAdamW(model, rules, dist, parts, weights)
+    return MuonAdamW(model, plan.rules, dist, parts, weights)
 
 
 def make_step(plan, model, dist, objective=NEXT_TOKEN, weights=None):
@@ -103,10 +101,6 @@ class LanguageTask:
         return found | {f"tokens_{name}": f"{name} {{:,.0f}} tokens" for name in self.sources}
 
     @property
-    def first_step(self):
-        return self.plan.start.first_step
-
-    @property
     def origin(self):
         return self.start.digest if self.start else None
 
@@ -116,7 +110,7 @@ class LanguageTask:
         if self.teacher:
             lines.append(self.teacher.describe())
         if self.start:
-            lines.append(self.start.describe(self.data_fingerprint))
+            lines.append(self.start.describe())
         return lines
 
     def identity(self):
@@ -145,8 +139,6 @@ class LanguageTask:
 
     def open_batches(self, dist, step, lane_states=None):
         plan = self.plan
-        if self.start and not lane_states:
-            lane_states = self.start.lane_states(self.data_fingerprint)
         # The lanes' states are valid for rows of any length, but name the one of the step before, for which they were
         # saved, and the loader compares it.
         rows = self._rows(dist, batch_size=plan.rows(step), seq_len=plan.seq_len(step), seed=self.flags.run.seed,
@@ -332,9 +324,8 @@ def make_task(flags, device_type, world_size, directory):
     # the checkpoint (resumed), so they are kept.
     given = asdict(flags.model)
     flags, start, lacks = find_start(flags, saved, tokenizer, directory)
-    earlier = start.meta if start and start.is_decay else saved
     try:
-        plan = make_plan(flags, tokenizer.n_vocab, device_type, world_size, earlier)
+        plan = make_plan(flags, tokenizer.n_vocab, device_type, world_size, saved)
     except BadInput as error:
         if saved or not flags.record.checkpoint_mirror:
             raise
@@ -347,8 +338,6 @@ def make_task(flags, device_type, world_size, directory):
     if not saved:
         require_time(plan, flags.batch.num_iterations)
     data_fingerprint, about_data = check_data(flags, plan, tokenizer)
-    if start and start.goes_on(data_fingerprint):
-        require_same_rows(start.path, start.meta, flags)
     teacher = find_teacher(flags, plan, tokenizer, directory)
     if teacher:
         flags = flags.replace(teacher=str(teacher.path))  # today's newest checkpoint, should it train further

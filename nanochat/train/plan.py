@@ -14,7 +14,7 @@ from nanochat.kernels.sharded import Sharding
 from nanochat.model import weights
 from nanochat.model.config import GPTConfig, config_from_flags
 from nanochat.model.parts import require_parts
-from nanochat.model.rates import OptimConfig
+from nanochat.model.rates import OptimConfig, gpt_rules
 from nanochat.model.weights import count_parameters, matrix_parameters
 from nanochat.train.flags import MAX_STEPS, StartFlags
 from nanochat.train.stages import length_at, length_schedule, spans
@@ -45,6 +45,12 @@ class Plan:
     length_schedule: tuple  # ((step, positions), …) of a row from that step on; the last is max_seq_len
     start: StartFlags
     unit = "tokens"  # in which work is counted, see Task
+
+    @property
+    def rules(self):
+        """How each parameter is updated, a Rules."""
+        return gpt_rules(self.optimizer, self.total_batch_size, self.num_iterations, self.config.n_embd, self.dtype,
+                         self.start.earlier_steps, self.start.rate_horizon)
 
     @property
     def flops_per_token(self):
@@ -99,7 +105,7 @@ class Plan:
     def stages(self):
         """((first step, step after the last, name of the micro-step), …) of the run."""
         found = []
-        for first, last, _ in spans(self.length_schedule, self.start.first_step, self.num_iterations):
+        for first, last, _ in spans(self.length_schedule, 0, self.num_iterations):
             found.append((first, last, self.micro_step_name(first)))
         return tuple(found)
 

@@ -36,7 +36,6 @@ class Task(Protocol):
         `switches`, the steps at which the shape of a batch changes. For the preflight also `kernel`, a name,
         `parameters`, {group: number}, and `stages`, ((first step, step after the last, name of the micro-step), …).
     data_fingerprint: of the training data; None if synthetic.
-    first_step: of a new run, 0 unless it goes on from another run's checkpoint.
     origin: the checkpoint of another run with which a new run begins, as text that all hosts must agree on; or None.
     lacks: why a new run of the task cannot begin (it could resume), or None.
     num_lanes: the number of data states in a checkpoint, of all ranks together.

@@ -86,7 +86,6 @@ def _read_by(plan, mixture, sizes):
     ends = {}
     begins = [stage.first_step(plan.num_iterations) for stage in mixture.stages]
     for stage, begin, end in zip(mixture.stages, begins, [*begins[1:], plan.num_iterations], strict=True):
-        begin = max(begin, plan.start.first_step)
         # Until a source ends, all are read in proportion to their weights, so the next end is known: `taken` tokens
         # lead to it, or to the last step. Then the others share its weight. So the loop turns at most once for each
         # source and once more, however many steps there are.

@@ -51,7 +51,7 @@ class Trainer:
     def restore(self, meta):
         """Continues from the Meta of a checkpoint, or begins a run if it is None. The inverse of `meta`."""
         if meta is None:
-            self.step = self.task.first_step
+            self.step = 0
             self.interruptions = 0
             self.nonfinite = NonfiniteSteps()
             self.goodput = Goodput()

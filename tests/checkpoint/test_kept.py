@@ -15,6 +15,7 @@ from nanochat.infer.engine import Engine
 from nanochat.infer.load import load_model
 from nanochat.model.config import GPTConfig
 from nanochat.train.flags import GONE, parse_flags, require_not_gone
+from nanochat.train.start import as_begun
 from scripts import base_train, puzzle_train
 
 KEPT = Path(__file__).parent / "kept"
@@ -92,6 +93,14 @@ def test_a_field_that_came_later_is_read_as_what_stood_for_it_before(tmp_path):
     older = replace(meta, config={name: value for name, value in meta.config.items() if name not in before})
     found = read_config(tmp_path, older, GPTConfig)
     assert {name: getattr(found, name) for name in before} == before != {}
+
+
+@pytest.mark.parametrize("init_optimizer, steps", [(True, 3), (False, 0)])
+def test_a_run_that_began_with_weights_keeps_the_rates_for_its_length(init_optimizer, steps):
+    """Runs of today have none for their length, and always take the optimizer's state."""
+    saved = load_meta(checkpoint_of("with_optimizer"))
+    found = as_begun(parse_flags([]), replace(saved, flags=saved.flags | {"init_optimizer": init_optimizer})).start
+    assert (found.init_from, found.earlier_steps, found.rate_horizon) == ("plain/step_000003", steps, -1)
 
 
 @pytest.mark.parametrize("name", GONE)

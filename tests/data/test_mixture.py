@@ -135,7 +135,6 @@ def test_the_plan_says_how_often_each_source_is_read(data, byte_tokenizer_dir, t
     many = make_plan(parse_flags([*SMALL, "--num_iterations=100"]), 300, "cpu", 1)
     assert stage_rows(mixture, many, 0, None) == [0, 160, 320]
     assert stage_rows(mixture, many, 50, {0: {"rows": 100}, 1: {"rows": 100}}) == [0, 0, 320]
-    assert stage_rows(mixture, many, 50, None) == [0, 0, 120]  # an ending on other data
     there = replace(data, tokenizer_dir=str(byte_tokenizer_dir))
     assert len(mixture_lines(there, plan)) == 2 and mixture_lines(DataFlags(), plan) == []
     (tmp_path / "own").rename(tmp_path / "away")

@@ -18,6 +18,7 @@ from nanochat.checkpoint.meta import Meta
 from nanochat.common import BadInput, get_base_dir, locked
 from nanochat.data.loader import DataLoader, Rows
 from nanochat.data.shards import open_shards, whole_texts
+from nanochat.model.rates import gpt_rules
 from nanochat.train.flags import Flags as TrainFlags
 from nanochat.train.flags import parse_flags
 from scripts import adapt
@@ -80,9 +81,30 @@ def test_an_adapted_run_has_the_batch_and_lower_rates_than_the_run_before():
     flags = begun_with(total_batch_size=-1, matrix_lr=0.03, num_iterations=20000, fim_rate=0.5, weight_decay=0.0)
     assert flags.batch.total_batch_size == 8192 and flags.optimizer.matrix_lr == 0.0045
     assert flags.data.fim_rate == 0.5 and flags.optimizer.weight_decay == 0
-    # Rates are scaled as for the run's own length: what it was scaled for, what it was to have, or what it has.
-    assert flags.optimizer.rate_horizon == 20000
-    assert begun_with(num_iterations=2000, rate_horizon=7000).optimizer.rate_horizon == 7000
+
+
+def rates_of(flags, rate_horizon=0):
+    """Returns the rate and the decay of the matrices, and all other rates, of a run with these Flags."""
+    rules = gpt_rules(flags.optimizer, flags.batch.total_batch_size, flags.batch.num_iterations, 768,
+                      rate_horizon=rate_horizon)
+    return rules.matrix_lr, rules.matrix_weight_decay, *(rule.lr for rule in rules.adam.values())
+
+
+def test_an_adapted_run_has_the_rates_and_the_decay_a_step_of_the_run_before_times_its_rate():
+    adapted = begun_with(137, num_iterations=20000)
+    # As with rates and decay for the length of the run before.
+    before = adapted.replace(lr_scale=1.0, weight_decay=4.0)
+    assert rates_of(before, 20000)[:2] == pytest.approx((0.0010665078164625078, 0.18750917550382232), rel=1e-14)
+    assert rates_of(adapted) == pytest.approx(rates_of(before, 20000), rel=1e-14)
+    # The length is what its rates were scaled for, what it was to have, or what it has.
+    of_other = begun_with(137, num_iterations=2000, rate_horizon=7000)
+    assert rates_of(of_other) == pytest.approx(rates_of(before, 7000), rel=1e-14)
+    assert rates_of(begun_with(137, num_iterations=-1)) == pytest.approx(rates_of(before, 5000), rel=1e-14)
+    # An adapted run is adapted again.
+    again = begun_with(137, **vars(adapted.optimizer), rate_horizon=0, num_iterations=137)
+    assert again.optimizer.matrix_lr == pytest.approx(0.02 * 0.15**2)
+    assert again.optimizer.lr_scale == adapted.optimizer.lr_scale
+    assert again.optimizer.weight_decay == pytest.approx(adapted.optimizer.weight_decay)
 
 
 def test_a_short_training_reads_old_files_to_their_ends(tmp_path, monkeypatch):

@@ -11,14 +11,13 @@ from nanochat.checkpoint.meta import load_meta
 from nanochat.common import BadInput, get_base_dir
 from nanochat.data.tokenizer import SHIPPED_DIR
 from nanochat.device.ranks import resolve_device_type
+from nanochat.model.rates import run_lr_scale
 from nanochat.train.flags import parse_flags
 from nanochat.train.language import make_task
 from nanochat.train.prepare import prepare, run_directory
 from nanochat.train.start import as_begun
 from scripts.base_train import main
 from tests.conftest import add_records, last_of_each
-
-RATES = ("matrix_lr", "embedding_lr", "unembedding_lr", "scalar_lr")
 
 
 @pytest.fixture(scope="module")
@@ -46,49 +45,39 @@ def resume_without(other, run, step):
     shutil.rmtree(get_base_dir() / "checkpoints" / other)
 
 
-def test_an_ending_with_the_rates_of_the_run_has_its_bits_and_resumes_with_them(train, first):
-    # Its rates, its batch and its data are those of the first run, although the command leaves some out.
-    ending = ["--decay_from=first/step_000004", "--num_iterations=+4", "--save_every=2", "--eval_every=2"]
-    process = train(*ending, run="ending", devices=2, without=(*RATES, "data_dir"))
-    assert "start  weights and optimizer of first/step_000004, data from where it was" in process.stdout
-    assert process.losses == {step: loss for step, loss in first.losses.items() if step > 4}
-    assert {step: process.bpb[step] for step in (4, 6, 8)} == {step: first.bpb[step] for step in (4, 6, 8)}
-    tokens = {record["step"]: record["tokens"] for record in process.records if "tokens" in record}
-    assert tokens[8] == 8 * 512
-    resume_without("first", "ending", 6)
-    resumed = train(*ending, run="ending", devices=2, without=(*RATES, "data_dir"))
-    assert "step_000006" in resumed.stdout and resumed.losses == process.losses and resumed.bpb == process.bpb
-    meta = load_meta(on_disk.latest(process.run_dir))
-    assert meta.flags["decay_from"] == "first/step_000004" and meta.interruptions == 1
-
-
-def test_an_ending_on_other_data_reads_it_from_its_beginning(train, first, corpus_dir):
-    process = train("--decay_from=first/step_000004", "--num_iterations=2", f"--data_dir={corpus_dir}/val", run="other",
-                    devices=2)
-    assert "data from its beginning" in process.stdout and sorted(process.losses) == [5, 6]
-    assert process.losses[5] != first.losses[5]
-
-
-@pytest.mark.parametrize("optimizer", [[], ["--init_optimizer"]])
-def test_a_run_that_begins_with_weights_has_them_and_resumes_without_their_run(train, first, tiny, corpus_dir,
-                                                                                        optimizer):
-    flags = ["--init_from=first", *optimizer, f"--data_dir={corpus_dir}/val", "--save_every=3"]
+def test_a_run_that_begins_with_weights_has_them_and_resumes_without_their_run(train, first, tiny, corpus_dir):
+    flags = ["--init_from=first", f"--data_dir={corpus_dir}/val", "--save_every=3"]
     process = train(*flags, run="second", devices=2, without=("depth", "model_dim", "num_heads", "max_seq_len"))
+    assert "start  weights and optimizer of first/step_000008" in process.stdout
     # The optimizer's averages are as old as the runs together that had them.
-    age = 8 if optimizer else 0
-    for begin, before in ((["--init_from=second", "--init_optimizer"], 6 + age),
-                          (["--decay_from=second/step_000003"], age)):
-        third = parse_flags(last_of_each("--run=third", *tiny, *begin))
-        task = make_task(third, "cpu", 1, run_directory(third))
-        assert task.plan.start.earlier_steps == before
-        saved = replace(load_meta(on_disk.latest(process.run_dir)), flags=task.flags.as_dict())
-        assert as_begun(third, saved).start == task.flags.start
+    third = parse_flags(last_of_each("--run=third", *tiny, "--init_from=second"))
+    task = make_task(third, "cpu", 1, run_directory(third))
+    assert task.plan.start.earlier_steps == 8 + 6
+    saved = replace(load_meta(on_disk.latest(process.run_dir)), flags=task.flags.as_dict())
+    assert as_begun(third, saved).start == task.flags.start
     assert process.bpb[0] == first.bpb[8] and sorted(process.losses) == [1, 2, 3, 4, 5, 6]
     resume_without("first", "second", 3)
     resumed = train(*flags, run="second", devices=2)
     assert "step_000003" in resumed.stdout and resumed.losses == process.losses and resumed.bpb == process.bpb
     meta = load_meta(on_disk.latest(process.run_dir))
-    assert (meta.flags["init_from"], meta.flags["init_optimizer"]) == ("first/step_000008", bool(optimizer))
+    assert (meta.flags["init_from"], meta.flags["init_optimizer"]) == ("first/step_000008", True)
+
+
+def test_the_rates_of_a_run_that_begins_with_weights_do_not_depend_on_its_length(first, tiny):
+    def rules(*flags):
+        flags = parse_flags(last_of_each("--run=second", *tiny, *flags))
+        return make_task(flags, "cpu", 1, run_directory(flags)).plan.rules
+
+    scratch = rules("--num_iterations=100")
+    begun = rules("--num_iterations=100", "--init_from=first")
+    assert begun.matrix_lr == rules("--num_iterations=200", "--init_from=first").matrix_lr
+    assert scratch.matrix_lr == pytest.approx(begun.matrix_lr * run_lr_scale(100 * 512))
+    # A weight shrinks by as much, whatever its rate.
+    assert begun.matrix_weight_decay * begun.matrix_lr == pytest.approx(scratch.matrix_weight_decay * scratch.matrix_lr)
+    halved = rules("--num_iterations=100", "--lr_scale=0.5")
+    assert halved.matrix_lr == scratch.matrix_lr / 2
+    assert {name: rule.lr for name, rule in halved.adam.items()} == {
+        name: rule.lr / 2 for name, rule in scratch.adam.items()}
 
 
 def test_a_new_machine_resumes_from_the_mirror_without_the_run_that_it_began_with(train, first, tmp_path):
@@ -111,23 +100,27 @@ def test_a_start_that_cannot_be_is_refused_in_one_line(train, first, tiny, tmp_p
     assert "no checkpoint at nobody" in refusal("--init_from=nobody")
     mirrored = train("--init_from=nobody", f"--checkpoint_mirror={tmp_path}/mirror", run="second", status=2)
     assert "error: --init_from=nobody: no checkpoint at nobody" in mirrored.stderr
-    assert "exclude each other" in refusal("--init_from=first", "--decay_from=first")
-    assert "--init_optimizer needs --init_from=RUN" in refusal("--init_optimizer")
     flags = parse_flags(last_of_each("--run=a", *tiny, "--init_from=first"))
     origin = make_task(flags, "cpu", 1, run_directory(flags)).origin
     assert re.fullmatch(r"first/step_000008 \([0-9a-f]{12}\)", origin)
     assert "is a checkpoint of this run" in refusal("--init_from=first", "--resume=never", run="first")
     assert "did not begin with other" in refusal("--init_from=other", run="first")
-    for flag in ("--init_from=", "--decay_from= ", "--teacher="):  # with a variable that is not set
+    for flag in ("--init_from=", "--init_from= ", "--teacher="):  # with a variable that is not set
         assert f"{flag}: it is empty: give a value, or leave the flag out" in refusal(flag)
     assert refusal("--init_from=first", "--depth=3").endswith("has --depth=2: leave the flag out")
     assert "the hash of the tokenizer" in refusal("--init_from=first", f"--tokenizer_dir={SHIPPED_DIR}")
-    assert "does not say for how long" in refusal("--decay_from=first/step_000004", "--num_iterations=-1")
-    assert "learning rates at 0.050 of their height" in refusal("--decay_from=first/step_000008")
-    assert "--fim_rate is 0.0 there and 0.5 here" in refusal("--decay_from=first/step_000004", "--fim_rate=0.5")
     model = get_base_dir() / "checkpoints/first/step_000008/model.safetensors"
     model.write_bytes(model.read_bytes()[:-1] + b"x")
     assert "is damaged" in refusal("--init_from=first")
-    meta = json.loads((model.parent / "meta.json").read_text())
-    (model.parent / "meta.json").write_text(json.dumps(meta | {"flags": {}, "rng": ""}))
-    assert "was imported and holds only weights" in refusal("--init_from=first", "--init_optimizer")
+
+
+def test_an_imported_model_has_only_weights_to_begin_with(first, tiny):
+    path = get_base_dir() / "checkpoints/first/step_000008"
+    meta = json.loads((path / on_disk.META).read_text())
+    (path / on_disk.META).write_text(json.dumps(meta | {"flags": {}, "rng": ""}))
+    (path / on_disk.OPTIMIZER).unlink()
+    (path / on_disk.SUMS).write_text(on_disk.sums_text([path / on_disk.MODEL, path / on_disk.META]))
+    flags = parse_flags(last_of_each("--run=second", *tiny, "--init_from=first"))
+    task = make_task(flags, "cpu", 1, run_directory(flags))
+    assert task.start.load()[1] is None and task.plan.start.earlier_steps == 0
+    assert task.start.describe().endswith("weights of first/step_000008")
