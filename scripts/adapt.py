@@ -89,7 +89,8 @@ def divide(shards, folder):
 
 def old_data(flags, meta, path):
     """Returns {split: folder} of the shards that the model was trained and validated on. Raises BadInput."""
-    if meta.flags.get("data_mix") and not flags.data_dir:
+    of_mixture = meta.flags.get("data_mix") or (meta.flags.get("data_dir") or "").endswith(".toml")
+    if of_mixture and not flags.data_dir:
         raise BadInput(f"{path} was trained on a mixture: name the folder of its shards to train on with --data_dir")
     found = {}
     for split, name in (("train", "data_dir"), ("val", "val_dir")):
@@ -116,7 +117,7 @@ def training_flags(flags, path, meta, steps, folder):
     the mixture and the project's text."""
     every = max(1, steps // EVALUATIONS)
     device_type = resolve_inference_device_type(flags.device_type)
-    found = [f"--run={flags.run}", f"--init_from={path}", f"--data_mix={folder / 'mix.toml'}",
+    found = [f"--run={flags.run}", f"--init_from={path}", f"--data_dir={folder / 'mix.toml'}",
              f"--num_iterations={steps}", "--warmdown_ratio=1", *rate_flags(flags, meta, steps),
              f"--total_batch_size={meta.total_batch_size}", f"--eval_every={every}", f"--eval_tokens={EVAL_TOKENS}",
              "--sample_every=-1", f"--save_every={every}", f"--keep_every={every}",

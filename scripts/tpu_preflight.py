@@ -28,8 +28,8 @@ def main(argv=None):
     own, flags = read_preflight_flags(argv, __doc__)
     flags = with_start(flags)
     require_searchable(own, flags)
-    if flags.data.data_mix:
-        read_mixture(flags.data.data_mix)
+    if flags.data.mixture:
+        read_mixture(flags.data.mixture)
     say = prepare(own)
     tokenizer = load_tokenizer(flags.data.tokenizer_dir)
     plan = make_plan(flags, tokenizer.n_vocab, "tpu", own.tpu_slice.chips)

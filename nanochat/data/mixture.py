@@ -1,4 +1,4 @@
-"""Mixtures: a run's rows come from several sources, by weights that may change in stages. base_train --data_mix=FILE
+"""Mixtures: a run's rows come from several sources, by weights that may change in stages. base_train --data_dir=FILE
 reads a TOML file:
 
     [sources.stack]
@@ -100,18 +100,18 @@ def read_mixture(path):
     try:
         return _mixture_of(read_toml(Path(path)), Path(path).parent)
     except BadInput as error:
-        raise BadInput(f"--data_mix={path}: {error}") from None
+        raise BadInput(f"--data_dir={path}: {error}") from None
 
 
 def open_mixture(flags):
     """Returns the Mixture of DataFlags, with the Shards of its sources. Raises BadInput."""
-    mixture = read_mixture(flags.data_mix)
+    mixture = read_mixture(flags.mixture)
     opened = []
     for source in mixture.sources:
         try:
             opened.append(source._replace(shards=tuple(open_text(replace(flags, data_dir=source.place)))))
         except BadInput as error:
-            raise BadInput(f"--data_mix={flags.data_mix}: source {source.name}: {error}") from None
+            raise BadInput(f"--data_dir={flags.mixture}: source {source.name}: {error}") from None
     return mixture._replace(sources=tuple(opened))
 
 

@@ -99,10 +99,11 @@ class KernelFlags(DeviceFlags):
 
 @dataclass(frozen=True)
 class DataFlags(TextFlags):
+    data_dir: str | None = flag(None, "folder of parquet shards with a column text, gs://…, or FILE.toml, a mixture of "
+                                "folders; docs/data.md#mixtures; default: $NANOCHAT_BASE_DIR/parquet/base_data_v3",
+                                of=data_place)
     val_dir: str | None = flag(None, "folder of parquet shards for validation, gs://…, or several, NAME=FOLDER,…; "
-                               "default: those that --data_mix names, or $NANOCHAT_BASE_DIR/parquet/val", of=val_places)
-    data_mix: str | None = flag(None, "TOML file of a mixture of folders, instead of --data_dir; docs/data.md#mixtures",
-                                of=path_text)
+                               "default: those that a mixture names, or $NANOCHAT_BASE_DIR/parquet/val", of=val_places)
     tokenizer_dir: str | None = flag(None, "folder of the tokenizer; default: $NANOCHAT_BASE_DIR/tokenizer if it "
                                      "exists, else the shipped one", of=path_text)
     num_lanes: int = flag(NUM_LANES, "streams of data, a multiple of the number of devices; batches depend on it; "
@@ -117,15 +118,21 @@ class DataFlags(TextFlags):
     def folder(self, split):
         return self.val_dir if split == "val" else self.data_dir
 
+    @property
+    def mixture(self):
+        """The TOML file of the mixture that --data_dir names, else None."""
+        is_read = (self.data_dir or "").endswith(".toml") and not self.synthetic_data
+        return self.data_dir if is_read else None
+
     def source_names(self):
-        """Returns the names of the sources of --data_mix, () without it."""
-        return tuple(source.name for source in read_mixture(self.data_mix).sources) if self.data_mix else ()
+        """Returns the names of the mixture's sources, () without one."""
+        return tuple(source.name for source in read_mixture(self.mixture).sources) if self.mixture else ()
 
     def validation_sets(self):
         """Returns {name: DataFlags with the --val_dir of this set}; the name of the only one is ""."""
         places = named_places(self.val_dir or "")
-        if self.data_mix and not self.val_dir:
-            places = {source.name: source.val for source in read_mixture(self.data_mix).sources if source.val}
+        if self.mixture and not self.val_dir:
+            places = {source.name: source.val for source in read_mixture(self.mixture).sources if source.val}
         return {name: replace(self, val_dir=place) for name, place in places.items()} or {"": self}
 
 
@@ -255,6 +262,7 @@ GONE = {
                        "that began with it resumes without it"),
     "init_optimizer": Gone("--init_from takes the optimizer's state, where there is one: leave it out"),
     "rate_horizon": Gone("multiply the rates with --lr_scale; a run that began with it keeps it"),
+    "data_mix": Gone("give its file as --data_dir"),
     "tokenizer_threads": Gone("each rank has two threads that prefetch and tokenize: leave it out"),
 }
 

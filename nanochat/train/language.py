@@ -85,8 +85,8 @@ class LanguageTask:
     about_data: tuple = ()  # lines, in the format of describe_plan
     start: Start | None = None  # of a run that has not begun yet
     lacks: str | None = None  # see Task
-    validation_sets: dict = field(default_factory=dict)  # as in DataFlags; read once: --data_mix may be edited later
-    sources: tuple = ()  # names of those of --data_mix
+    validation_sets: dict = field(default_factory=dict)  # as in DataFlags; read once: a mixture may be edited later
+    sources: tuple = ()  # names of the mixture's
     name = "language"
     changing_flags = (*flags_of((BatchFlags, OptimConfig, DistillationFlags), but={"device_batch_size"}),
                       "compute_dtype", "products", "validation")
@@ -123,8 +123,7 @@ class LanguageTask:
             raise BadInput(f"{path} was imported and holds only weights, so no run can resume: choose another --run")
         require_same(path, {"the hash of the tokenizer": (meta.tokenizer_sha256, self.tokenizer.sha256)})
         if self.data_fingerprint:  # synthetic data has none
-            what = "data_mix" if self.flags.data.data_mix else "data_dir"
-            require_same(path, {f"the hash of --{what}": (meta.data_fingerprint, self.data_fingerprint)})
+            require_same(path, {"the hash of --data_dir": (meta.data_fingerprint, self.data_fingerprint)})
         require_as_saved(self.given, config, path)
         flags = as_begun(self.flags, meta).settled(config)
         require_same_rows(path, meta, flags)
@@ -144,14 +143,13 @@ class LanguageTask:
         rows = self._rows(dist, batch_size=plan.rows(step), seq_len=plan.seq_len(step), seed=self.flags.run.seed,
                           seq_len_before=plan.seq_len(max(step - 1, 0)))
         data = self.flags.data
-        if data.data_mix:
+        if data.mixture:
             loader = self._open_mixture(rows, step, lane_states)
         else:
             loader = self._open_rows("train", data, rows, data.fim_rate, data.fim_context, state=lane_states)
         if self.data_fingerprint not in (None, loader.fingerprint):  # a bucket is listed again in this process
             loader.close()
-            raise BadInput(f"{data.data_mix or data.data_dir}: the shards have changed since this command started: "
-                           "start it again")
+            raise BadInput(f"{data.data_dir}: the shards have changed since this command started: start it again")
         return RowFeed(loader, plan, step, dist.rank)
 
     def _rows(self, dist, **options):

@@ -13,9 +13,6 @@ def check_data(flags, plan, tokenizer):
     """Returns the fingerprint of the training data (None if synthetic), and lines about it, in the format of
     describe_plan. Raises BadInput for unusable data."""
     data = flags.data
-    for other in ("synthetic_data", "data_dir"):
-        if data.data_mix and getattr(data, other):
-            raise BadInput(f"--data_mix={data.data_mix} and --{other} exclude each other: leave one of them out")
     if data.fim_context and not data.fim_rate:
         raise BadInput(f"--fim_context={data.fim_context:g} needs --fim_rate: give both, or leave it out")
     if data.synthetic_data:
@@ -26,7 +23,7 @@ def check_data(flags, plan, tokenizer):
     if flags.record.eval_every > 0:
         held_out = validation_shards(data)
     lines = []
-    if data.data_mix:
+    if data.mixture:
         mixture = open_mixture(data)
         shards = mixture.shards
         found = mixture.fingerprint
@@ -105,8 +102,8 @@ def _read_by(plan, mixture, sizes):
 
 
 def mixture_lines(data, plan):
-    """Returns describe_mixture of the DataFlags, for a machine that may lack the data; [] without --data_mix."""
-    if not data.data_mix:
+    """Returns describe_mixture of the DataFlags, for a machine that may lack the data; [] without a mixture."""
+    if not data.mixture:
         return []
     try:
         mixture = open_mixture(data)

@@ -27,7 +27,7 @@ PUZZLES = ["--device_type=xla", "--mixer=mlp", "--prefix=4", "--hidden=8", "--he
            "--sample_every=-1"]
 # {run: what its command needs beside TRAINED}
 RUNS = {"plain": ["--data_dir={}/data"], "fim": ["--data_dir={}/data", "--fim_rate=0.5"],
-        "mixture": ["--data_mix={}/mixture.toml"], "ending": ["--data_dir={}/data"],
+        "mixture": ["--data_dir={}/mixture.toml"], "ending": ["--data_dir={}/data"],
         "with_optimizer": ["--data_dir={}/data"]}
 
 

@@ -12,9 +12,10 @@ import torch
 from nanochat.common import BadInput
 from nanochat.data import loader as loader_module
 from nanochat.data.mixture import Mixture, MixtureLoader, Stage, open_mixture, read_mixture, spread, tokens_in
+from nanochat.data.shards import TextFlags, open_text
 from nanochat.train.flags import DataFlags, parse_flags
 from nanochat.train.plan import make_plan
-from nanochat.train.text import check_data, describe_mixture, mixture_lines, stage_rows
+from nanochat.train.text import describe_mixture, mixture_lines, stage_rows
 from scripts import tpu_preflight
 from tests.data.documents import ByteTokenizer, make_texts, rows_and_others, write
 from tests.data.test_loader import read_steps
@@ -46,7 +47,7 @@ def data(tmp_path, monkeypatch):
         texts = [text and text.replace("<", begin) for text in make_texts(count)]
         write(tmp_path / name / "a.parquet", texts, row_group_size=37)
     (tmp_path / "mix.toml").write_text(FILE)
-    return DataFlags(data_mix=str(tmp_path / "mix.toml"))
+    return DataFlags(data_dir=str(tmp_path / "mix.toml"))
 
 
 def open_mixed(data, **options):
@@ -138,12 +139,12 @@ def test_the_plan_says_how_often_each_source_is_read(data, byte_tokenizer_dir, t
     there = replace(data, tokenizer_dir=str(byte_tokenizer_dir))
     assert len(mixture_lines(there, plan)) == 2 and mixture_lines(DataFlags(), plan) == []
     (tmp_path / "own").rename(tmp_path / "away")
-    assert "is unknown: --data_mix=" in mixture_lines(there, plan)[0]
+    assert "is unknown: --data_dir=" in mixture_lines(there, plan)[0]
 
 
 def test_weights_near_the_largest_number_keep_their_proportion(data, tmp_path):
     (tmp_path / "mix.toml").write_text(FILE.replace("0.7", "1.5e308").replace("0.3", "0.5e308"))
-    assert read_mixture(data.data_mix).stages[0].weights == (0.75, 0.25)
+    assert read_mixture(data.mixture).stages[0].weights == (0.75, 0.25)
 
 
 @pytest.mark.parametrize("before, after, words", [
@@ -181,26 +182,27 @@ def test_weights_near_the_largest_number_keep_their_proportion(data, tmp_path):
 def test_a_mixture_that_makes_no_sense_is_refused_in_one_line(data, tmp_path, before, after, words):
     (tmp_path / "mix.toml").write_text(FILE.replace(before, after))
     with pytest.raises(BadInput, match=words) as refusal:
-        read_mixture(data.data_mix)
-    assert "\n" not in str(refusal.value) and str(refusal.value).startswith(f"--data_mix={data.data_mix}: ")
+        read_mixture(data.mixture)
+    assert "\n" not in str(refusal.value) and str(refusal.value).startswith(f"--data_dir={data.mixture}: ")
     with pytest.raises(BadInput, match=words):  # before it needs a compiler
-        tpu_preflight.main(["--accelerator=v5litepod-8", f"--data_mix={data.data_mix}"])
+        tpu_preflight.main(["--accelerator=v5litepod-8", f"--data_dir={data.mixture}"])
 
 
 def test_a_file_may_begin_with_a_byte_order_mark_and_a_pipe_is_refused(data, tmp_path):
     (tmp_path / "mix.toml").write_text("\ufeff" + FILE)
-    assert read_mixture(data.data_mix).sources
+    assert read_mixture(data.mixture).sources
     (tmp_path / "mix.toml").unlink()
     os.mkfifo(tmp_path / "mix.toml")
     with pytest.raises(BadInput, match="no ordinary file"):
-        read_mixture(data.data_mix)
+        read_mixture(data.mixture)
 
 
-def test_a_source_without_documents_and_flags_that_exclude_each_other_are_refused(data, tmp_path):
-    with pytest.raises(BadInput, match="--synthetic_data exclude each other"):
-        check_data(parse_flags([f"--data_mix={data.data_mix}", "--synthetic_data"]), None, None)
-    with pytest.raises(BadInput, match="--data_dir exclude each other"):
-        check_data(parse_flags([f"--data_mix={data.data_mix}", "--data_dir=x"]), None, None)
+def test_a_script_that_reads_one_folder_refuses_a_mixture(data):
+    with pytest.raises(BadInput, match="mix.toml"):
+        open_text(TextFlags(data.mixture))
+
+
+def test_a_source_without_documents_is_refused(data, tmp_path):
     write(tmp_path / "own" / "a.parquet", [None, ""])
     with pytest.raises(BadInput, match="source own: no text in .*: every document is empty"):
         open_mixture(data)

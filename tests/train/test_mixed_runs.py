@@ -41,7 +41,7 @@ def mixture(tmp_path, corpus_dir):
                 ([(5, 2), (2, 2), (2, 1)], [(5, 4), (3, 4), (2, 4)], [(5, 8), (3, 8), (2, 8), (2, 4)]))])
 def test_a_run_that_is_killed_in_each_stage_and_at_its_edge_resumes_with_the_same_bits(train, mixture, tiny, capsys,
                                                                                         corpus_dir, kills):
-    flags = [f"--data_mix={mixture}", "--save_every=1", "--keep_checkpoints=9", "--log_every=1"]
+    flags = [f"--data_dir={mixture}", "--save_every=1", "--keep_checkpoints=9", "--log_every=1"]
     without = ("data_dir", "val_dir")  # so it is validated on the text that the file names
     all_devices = kills[0][1]
     whole = train(*flags, run="mixed", devices=all_devices, without=without)
@@ -70,7 +70,7 @@ def test_a_run_that_is_killed_in_each_stage_and_at_its_edge_resumes_with_the_sam
     assert f"big {last['val_bpb_big']:.4f}, own {last['val_bpb_own']:.4f}" in capsys.readouterr().out
     mixture.write_text(mixture.read_text().replace("weight = 2", "weight = 3"))
     others = [flag for flag in tiny if not flag.startswith(("--data_dir", "--val_dir"))]
-    with pytest.raises(BadInput, match="the hash of --data_mix is .* there and .* here"):
+    with pytest.raises(BadInput, match="the hash of --data_dir is .* there and .* here"):
         base_train.main(last_of_each("--run=mixed", *others, *flags, "--num_iterations=8"))
 
 
@@ -95,7 +95,7 @@ def test_a_run_goes_on_without_the_evaluations_whose_text_a_rank_cannot_read(war
 
 def test_a_mixture_may_be_edited_while_a_run_lasts(mixture, tiny, tmp_path):
     others = [flag for flag in tiny if not flag.startswith(("--data_dir", "--val_dir"))]
-    task = make_task(parse_flags(last_of_each(*others, f"--data_mix={mixture}")), "cpu", 1, tmp_path)
+    task = make_task(parse_flags(last_of_each(*others, f"--data_dir={mixture}")), "cpu", 1, tmp_path)
     mixture.unlink()
     assert list(task.console) == ["val_bpb_big", "val_bpb_own", "tokens_big", "tokens_own"]  # which names all of them
 
@@ -104,7 +104,7 @@ def test_a_resumed_run_says_that_its_validation_has_changed(mixture, tiny, tmp_p
     others = [flag for flag in tiny if not flag.startswith(("--data_dir", "--val_dir"))]
 
     def make(*flags):
-        return make_task(parse_flags(last_of_each(*others, f"--data_mix={mixture}", *flags)), "cpu", 1, tmp_path)
+        return make_task(parse_flags(last_of_each(*others, f"--data_dir={mixture}", *flags)), "cpu", 1, tmp_path)
 
     saved = make().flags.as_dict()
     assert changed_flags(saved, make()) == ""
