@@ -8,8 +8,7 @@ accepts a completion, or the first line of one, with one key, if exactly this te
 the next key. The typing is simulated; the time of a completion is measured.
 
 The model completes with copies of the file, as scripts.serve does, and without; copies are offered without a model; and
-nothing is completed. In shards of prepare_data --pack=context, other files of the project are copied, too; the model
-completes with and without reading them.
+nothing is completed.
 """
 import random
 import string
@@ -20,7 +19,6 @@ from functools import cache
 
 from nanochat.checkpoint.on_disk import find_checkpoint
 from nanochat.common import BadInput, flag, read_flags, run_script
-from nanochat.data.projects import files_of, require_files
 from nanochat.data.shards import TextFlags, open_text, whole_pieces
 from nanochat.device.ranks import compute_cleanup, compute_init, prepare_xla_environment
 from nanochat.infer.load import ModelFlags, resolve_inference_device_type
@@ -44,19 +42,17 @@ class Flags(TextFlags):
 
 @dataclass(frozen=True)
 class Block:
-    """Lines that are typed, the file's text before and after them, and (path, text) of other files."""
+    """Lines that are typed, and the file's text before and after them."""
     number: int
     before: str
     text: str
     after: str
-    others: tuple = ()
 
 
 def read_pieces(flags, least_characters):
     """Returns the TextPieces in the first shards of TextFlags that have so many characters. Raises BadInput if none
     has."""
     shards = open_text(flags)[:4]
-    require_files(shards, "this benchmark")
     pieces = [piece for piece in whole_pieces(shards) if len(piece.text.strip()) > least_characters]
     if not pieces:
         raise BadInput(f"--data_dir={flags.data_dir} has no document of {least_characters} characters: name another")
@@ -74,7 +70,7 @@ def choose_blocks(pieces, flags):
         chosen = "".join(lines[begin:begin + flags.lines])
         text = chosen.rstrip()
         after = chosen[len(text):] + "".join(lines[begin + flags.lines:])
-        blocks.append(Block(number, "".join(lines[:begin]), text, after, files_of(piece.context)))
+        blocks.append(Block(number, "".join(lines[:begin]), text, after))
     return blocks
 
 
@@ -109,7 +105,7 @@ def accepted_length(offered, coming):
 
 
 class Person:
-    """Types blocks. complete(before, after, others) -> (text, the seconds that it took)."""
+    """Types blocks. complete(before, after) -> (text, the seconds that it took)."""
 
     def __init__(self, complete):
         self.complete = complete
@@ -143,7 +139,7 @@ class Person:
         """Returns the completion that the person sees before the next key, or ""."""
         if pause_s < EDITOR_WAITS_S:
             return ""
-        text, seconds = self.complete(typed, block.after, block.others)
+        text, seconds = self.complete(typed, block.after)
         self.seconds.append(seconds)
         self.asked[kind_of_place(typed.rpartition("\n")[2])] += 1
         if EDITOR_WAITS_S + seconds > pause_s:
@@ -153,13 +149,13 @@ class Person:
 
 
 def asks(completer, tokens):
-    """Returns a function (before, after, others) -> (the completion of a model, seconds)."""
+    """Returns a function (before, after) -> (the completion of a model, seconds)."""
     @cache
-    def ask(before, after, others):
+    def ask(before, after):
         line = before.rpartition("\n")[2]
         options = Options(Sampling(max_tokens=tokens, temperature=0), min_indent=len(line) - len(line.lstrip()))
         begun = time.perf_counter()
-        completion = completer.complete(before, after, others, options)
+        completion = completer.complete(before, after, [], options)
         return completion.texts[0], time.perf_counter() - begun
     return ask
 
@@ -191,11 +187,6 @@ def main(argv=None):
         "copies alone": lambda *place: (copied(*place)[0], 0.0),
         "nothing": lambda *place: ("", 0.0),
     }
-    if any(block.others for block in blocks):
-        of_project = replace(completer, extra_tokens=completer.context // 4, windows={})
-        contenders["the model, with copies and other files"] = asks(of_project, flags.max_tokens)
-        alone = replace(of_project, copies=False, windows={})
-        contenders["the model alone, with other files"] = asks(alone, flags.max_tokens)
     people = {name: Person(complete) for name, complete in contenders.items()}
     for name, person in people.items():
         for block in blocks:

@@ -15,6 +15,9 @@ from dataclasses import field, fields
 from pathlib import Path
 from stat import S_ISREG
 
+SUFFIXES = (".c", ".cc", ".cpp", ".cxx", ".c++", ".h", ".hh", ".hpp", ".hxx", ".h++", ".inl", ".ipp", ".tcc", ".tpp",
+            ".txx", ".ixx", ".cppm", ".cu", ".cuh")  # of C and C++
+
 
 def printable(text, keep=""):
     """Returns text in one line that a terminal shows and does not obey: unprintable characters, except those in `keep`,

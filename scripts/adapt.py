@@ -39,7 +39,7 @@ HELD_OUT_CHARS = 200_000  # at most: evaluations read all of it, because the beg
 EVAL_TOKENS = 2**16
 EVALUATIONS = 6
 PATIENCE = 2  # evaluations without a gain
-KEPT = ("tokenizer_dir", "device_batch_size", "fim_rate", "fim_context")  # flags of RUN
+KEPT = ("tokenizer_dir", "device_batch_size", "fim_rate")  # flags of RUN
 RATES = ("matrix_lr", "embedding_lr", "unembedding_lr", "scalar_lr")
 UNFINISHED_FILE = "unfinished.json"  # of a training that has not ended: the flags of adapt, and those of base_train
 

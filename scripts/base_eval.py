@@ -3,9 +3,6 @@
     python3 -m scripts.base_eval --checkpoint=RUN --data_dir=some/parquet --eval_tokens=1000000
 
 --fim evaluates middles of that text instead, by kind: with the text after them, without it, and from left to right.
---project evaluates files in shards of prepare_data --pack=project: after the files before them in their project, and
-alone. --context evaluates middles in shards of --pack=context: after other files of their project, of another project,
-and of none.
 """
 from dataclasses import dataclass
 from functools import partial
@@ -18,9 +15,8 @@ from nanochat.data.lanes import NUM_LANES
 from nanochat.data.loader import DataLoader, Rows
 from nanochat.data.shards import TextFlags, open_text
 from nanochat.device.ranks import prepare_xla_environment, print0, resolve_device_type
-from nanochat.infer.eval_rows import GapRows, ProjectRows, from_left_to_right, require_packed, without_suffixes
 from nanochat.infer.load import CheckpointFlags, load_language_meta, load_model, resolve_inference_device_type
-from nanochat.infer.loss_eval import bits_per_byte, with_suffixes
+from nanochat.infer.loss_eval import bits_per_byte, from_left_to_right, with_suffixes, without_suffixes
 from nanochat.infer.on_mesh import MeshFlags, run_on_mesh
 from nanochat.model.config import GPTConfig
 
@@ -28,8 +24,6 @@ from nanochat.model.config import GPTConfig
 @dataclass(frozen=True)
 class Flags(TextFlags, CheckpointFlags):
     fim: bool = flag(False, "evaluate middles, of a model trained with --fim_rate")
-    project: bool = flag(False, "evaluate files with and without their project, in shards of --pack=project")
-    context: bool = flag(False, "evaluate middles with and without context, in shards of --pack=context")
     eval_tokens: int = flag(2**20, "tokens to evaluate, each document at most once", at_least=1, at_most=2**28)
     max_seq_len: int = flag(-1, "positions per row; -1: as in training", at_least=1, unset=-1)
     device_batch_size: int = flag(8, "rows at a time", at_least=1)
@@ -54,13 +48,9 @@ def main(argv=None):
         raise BadInput(f"--max_seq_len={seq_len} is more than the {config.max_seq_len} positions of the model")
     if flags.eval_tokens < seq_len:
         raise BadInput(f"--eval_tokens={flags.eval_tokens} is less than one row of {seq_len}")
-    if flags.fim + flags.project + flags.context > 1:
-        raise BadInput("--fim, --project and --context are different evaluations: give one of them")
     shards = open_text(flags, "val")
     if in_bucket(flags.data_dir):
         print(f"data: {check_cache(shards, NUM_LANES)}", flush=True)
-    if flags.project or flags.context:
-        require_packed(shards, "project" if flags.project else "context")
     mesh = of_mesh.mesh(config, device_type, flags.kernel)
     return run_on_mesh(partial(evaluate_checkpoint, flags, path, seq_len, shards, mesh), mesh, device_type)
 
@@ -71,26 +61,14 @@ def evaluate_checkpoint(flags, path, seq_len, shards, mesh, dist):
                                         quantize=flags.quantize, mesh=mesh)
     about = f"{path} (step {meta.step})"
 
-    def measure(loader, copies, **options):
-        return bits_per_byte(model, loader, tokenizer.token_bytes(), dist, copies=copies, **options)
-
-    def evaluate(infilling=None, **options):
+    def evaluate(infilling=None, view=None):
         # Ranks along tensor read the same rows, so mesh.tensor ranks count each row.
         rows = Rows(flags.device_batch_size, seq_len, mesh.reader(dist.rank), mesh.readers, flags.seed)
         with DataLoader(shards, tokenizer, rows, num_rows=flags.eval_tokens // seq_len, infilling=infilling) as loader:
-            return measure(loader, mesh.tensor, **options)
+            return bits_per_byte(model, loader, tokenizer.token_bytes(), dist, view=view, copies=mesh.tensor)
 
-    if flags.fim or flags.context:
-        check_fim("--fim" if flags.fim else "--context", tokenizer, seq_len)
-    if flags.project or flags.context:
-        rows_of = partial(GapRows if flags.context else ProjectRows, shards, tokenizer, seq_len,
-                          flags.device_batch_size, flags.eval_tokens)
-        # FileRows are not divided: every chip reads all of them.
-        measure = partial(measure, copies=mesh.chips)
-        if flags.context:
-            return print_contexts(about, rows_of, measure)
-        return print_projects(about, rows_of, measure)
     if flags.fim:
+        check_fim("--fim", tokenizer, seq_len)
         print0(f"{about}: bits per byte of middles")
         if not meta.flags.get("fim_rate"):
             print0("note: it was trained without --fim_rate, so it never saw a suffix before its middle")
@@ -112,36 +90,6 @@ def print_middles(tokenizer, seed, evaluate):
         suffix, without, plain = (of.bits_per_byte for of in found)
         print0(f"{kind:<12}{found[0].num_bytes:>12,}{suffix:>13.4f}{without:>10.4f}{plain:>15.4f}   the suffix "
                f"changes them by {suffix / without - 1:+.1%} and {suffix / plain - 1:+.1%}")
-
-
-def print_projects(about, rows_of, measure):
-    """Prints the bits per byte of files given their project, and alone. about: the model, in words;
-    rows_of(given): the ProjectRows; measure: see evaluate_checkpoint."""
-    found = {}
-    for given in ("project", "nothing"):
-        rows = rows_of(given)
-        found[given] = measure(rows, view=rows.view).bits_per_byte
-        if not rows.num_files:
-            raise BadInput(f"--project: no document in {rows.shards[0].file.parent} has a second file of which more "
-                           f"than the path fits into {rows.seq_len // 2} tokens: name another --data_dir")
-    print0(f"{about}: {rows.num_files:,} files, the first {rows.seq_len // 2} tokens of each: given their project "
-           f"{found['project']:.4f} bits per byte, alone {found['nothing']:.4f} "
-           f"({found['project'] / found['nothing'] - 1:+.1%})")
-
-
-def print_contexts(about, rows_of, measure):
-    """Prints the bits per byte of middles with and without context, as print_projects. rows_of(given): the GapRows."""
-    found = {}
-    for given in ("own", "none", "other"):
-        rows = rows_of(given)
-        found[given] = measure(rows, view=rows.view)
-        if not rows.num_files:
-            raise BadInput(f"--context: no file in {rows.shards[0].file.parent} has a context, and another project "
-                           "before it: name another --data_dir")
-    own, none, other = (of.bits_per_byte for of in found.values())
-    print0(f"{about}: {rows.num_files:,} middles of {found['own'].num_bytes:,} bytes: given their project {own:.4f} "
-           f"bits per byte ({own / none - 1:+.1%}), given another {other:.4f} ({other / none - 1:+.1%}), "
-           f"given none {none:.4f}")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ from nanochat.common import expand_path, flag, read_flags, run_script
 from nanochat.data.shards import TextFlags
 from nanochat.device.ranks import compute_cleanup, compute_init, prepare_xla_environment, resolve_device_type
 from nanochat.infer.load import CheckpointFlags, load_language_meta, load_model, weights_of
-from nanochat.infer.prompt import default_extra_tokens
 from nanochat.judge.code_eval import TASKS, check_solutions, evaluate, make_items, read_others
 from nanochat.judge.eval_report import require_scipy, write_report
 from nanochat.judge.judge import Judge, JudgeFlags
@@ -73,9 +72,9 @@ def main(argv=None):
     file = results_file(out_dir, "samples.jsonl", settings)
     with Judge() as judge:
         dist = compute_init(device_type)
-        model, tokenizer, meta = load_model(path, dist, tokenizer_dir=of_model.tokenizer_dir,
-                                            weights=settings["weights"])
-        writer = Writer(model, tokenizer, dist, sampling, default_extra_tokens(meta))
+        model, tokenizer, _ = load_model(path, dist, tokenizer_dir=of_model.tokenizer_dir,
+                                         weights=settings["weights"])
+        writer = Writer(model, tokenizer, dist, sampling)
         with Progress("problems", len(items), unit="") as progress:
             records = evaluate(items, writer, judge, judging.num_workers, progress.update)
         compute_cleanup(dist)

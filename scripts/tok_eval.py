@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import tiktoken
 
 from nanochat.common import flag, read_flags, run_script
-from nanochat.data.projects import require_files
 from nanochat.data.shards import TextFlags, open_text, read_columns
 from nanochat.data.tokenizer import TokenizerFlags, encode_text, load_tokenizer
 
@@ -77,7 +76,6 @@ def measure(name, encode, decode_bytes, texts):
 def main(argv=None):
     (flags,) = read_flags(argv, __doc__, {Flags: "flags"})
     shards = open_text(flags, "val")
-    require_files(shards, "comparing tokenizers")
     tokenizer = load_tokenizer(flags.tokenizer_dir)
     others = fetch_openai()
     texts = first_texts(shards, flags.max_bytes_per_source)

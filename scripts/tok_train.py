@@ -15,7 +15,6 @@ from tqdm import tqdm
 
 from nanochat.checkpoint.on_disk import SUMS, sums_text
 from nanochat.common import BadInput, expand_path, flag, get_base_dir, read_flags, require_writable_dir, run_script
-from nanochat.data.projects import require_files
 from nanochat.data.shards import TextFlags, open_text, read_columns
 from nanochat.data.tokenizer import SPECIAL_TOKENS, Tokenizer
 
@@ -101,7 +100,6 @@ def main(argv=None):
                        "need a tokenizer in it: name another --out_dir")
     check_pattern(flags.pattern)
     shards = open_text(flags)
-    require_files(shards, "training a tokenizer")
     is_new = not out_dir.exists()
     require_writable_dir(out_dir)
     if is_new:  # the text may still be refused

@@ -12,11 +12,12 @@ from nanochat.corpus import corpus, manifest
 from nanochat.corpus.duplicates import find_duplicates
 from nanochat.corpus.filters import page, parse_filters
 from nanochat.corpus.manifest import FILTERS_PAGE, MANIFEST, TRAIN_DIR, VAL_DIR, all_dropped
-from nanochat.corpus.packing import VERSION
 from nanochat.corpus.ray_cluster import RayRun
-from nanochat.corpus.runs import Index, load_index, parts_of
+from nanochat.corpus.runs import Index, load_index
 from nanochat.corpus.scan import HELD_OUT, RECIPE, ScanOptions, scan, telling_sequences
 from nanochat.record.progress import Progress
+
+DOCUMENT = "file"  # what a document is, for identity_of: earlier versions could make it of several files
 
 
 def names(text):
@@ -34,9 +35,6 @@ class CorpusFlags:
                          of=parse_filters)
     licences: str = flag("any", "keep documents of these licences", choices=("any", "permissive"))
     eval_only: bool = flag(False, f"make an evaluation corpus: only {VAL_DIR}/")
-    pack: str = flag("file", "what a document is: a file; a project's files in include order; or, for --fim_context, "
-                     "a file and its context, the nearest files of its project",
-                     choices=("file", "project", "context"))
     shard_bytes: int = flag(100_000_000, "bytes of text in one shard", at_least=1, at_most=1_000_000_000)
     seed: int = flag(1337, "seed of the split and of the order of documents", at_least=0)
 
@@ -50,9 +48,8 @@ class Excluded:
 
 @dataclass
 class Documents:
-    """The documents that are kept: files, or the joined files of projects."""
+    """The documents that are kept."""
     index: Index  # of all documents
-    source: np.ndarray  # (N,) number of the source of each document in the index
     sides: dict  # {folder: (N,) bool, which documents are in it}
 
     def nbytes(self):
@@ -78,7 +75,7 @@ def prepare(sources, flags, excluded, engine, out_dir):
         staging.mkdir(parents=True, exist_ok=True)
         require_disk(staging, total_bytes(sources), "the corpus")
         remove_leftovers(work_dir)
-        with engine(task_bytes(sources, flags)) as run:
+        with engine(task_bytes(flags)) as run:
             made = build(sources, flags, excluded, run, staging)
         with written_whole(staging / MANIFEST) as path:
             path.write_text(json.dumps({"identity": identity, **made}, indent=1))
@@ -90,9 +87,8 @@ def prepare(sources, flags, excluded, engine, out_dir):
 def identity_of(sources, flags, excluded):
     """Returns a hexadecimal hash of all that decides the bytes of the corpus."""
     own = () if flags.eval_only or flags.val_projects else own_projects(sources)  # they limit only the choice
-    packing = flags.pack if flags.pack == "file" else [flags.pack, VERSION]
     recipe = [flags.seed, flags.max_file_bytes, flags.val_fraction, list(flags.val_projects), flags.eval_only,
-              flags.shard_bytes, excluded.digest, packing, sorted(own), flags.filters, flags.licences]
+              flags.shard_bytes, excluded.digest, DOCUMENT, sorted(own), flags.filters, flags.licences]
     identity = json.dumps([RECIPE, recipe, [source.identity() for source in sources]])
     return hashlib.blake2b(identity.encode(), digest_size=12).hexdigest()
 
@@ -113,9 +109,6 @@ def build(sources, flags, excluded, run, staging):
     val_projects = split_projects(sources, stats, flags)
     is_val = np.array([source.project in val_projects for source in sources])
     documents = unique_documents(directories, stats, is_val, flags, run)
-    unpacked = documents
-    if flags.pack != "file":
-        documents = pack_projects(documents, flags, staging, run)
     shards = write_shards(documents, flags, staging, run)
     if isinstance(run, RayRun):
         print(run.cost(total_bytes(sources)), flush=True)
@@ -123,19 +116,13 @@ def build(sources, flags, excluded, run, staging):
     for name, side in documents.sides.items():
         totals[name] = {"documents": int(side.sum()), "bytes": int(documents.index.nbytes[side].sum()),
                         "shards": sum(shard.startswith(f"{name}/") for shard in shards)}
-        if flags.pack == "project":
-            totals[name]["files"] = int(unpacked.sides[name].sum())
     made = manifest.make_manifest(flags, sources, stats, val_projects, totals)
     return {**made, "shards": dict(sorted(shards.items()))}
 
 
 def check_validation(sources, flags):
-    """Raises BadInput if a project of the user's own would have to be held out and is not named, or if a table would
-    have to be packed."""
-    tables = [source for source in sources if source.table]
-    if tables and flags.pack != "file":
-        raise BadInput(f"--pack={flags.pack} needs whole projects, and {tables[0].label} is a table: leave one out")
-    if flags.eval_only or flags.val_projects or tables:
+    """Raises BadInput if a project of the user's own would have to be held out and is not named."""
+    if flags.eval_only or flags.val_projects or any(source.table for source in sources):
         return
     own = own_projects(sources)
     if len(own) > 1 and own == {source.project for source in sources}:
@@ -167,15 +154,9 @@ def require_disk(directory, nbytes, what):
                        "free some space or choose another --out_dir")
 
 
-def task_bytes(sources, flags):
+def task_bytes(flags):
     """Returns the memory in bytes that a task of this corpus may take, with a margin above measurements."""
-    longest = max(flags.shard_bytes, flags.max_file_bytes)
-    if flags.pack != "file":
-        # pack holds all files of a source. Source code in an archive shrinks to a fifth, so 8 leaves room.
-        for source in sources:
-            unpacked = 8 * source.nbytes if source.archives else source.nbytes
-            longest = max(longest, unpacked)
-    return 600_000_000 + 6 * longest
+    return 600_000_000 + 6 * max(flags.shard_bytes, flags.max_file_bytes)
 
 
 # The steps
@@ -265,24 +246,7 @@ def unique_documents(directories, stats, is_val, flags, run):
                        f"({flags.val_fraction}), or add a source and name it with --val_projects")
     if not all(side.any() for side in sides.values()):
         raise BadInput("every training document is a copy of a validation document: add sources")
-    return Documents(index, source, sides)
-
-
-def pack_projects(documents, flags, staging, run):
-    """Returns the Documents of each source's files, joined or with their context, in the order of the sources."""
-    require_disk(staging, documents.nbytes() // 3, "joining the files")
-    calls = []
-    for name, side in documents.sides.items():
-        (staging / "packed" / name).mkdir(parents=True, exist_ok=True)
-        for source in np.unique(documents.source[side]):
-            parts = parts_of(documents.index, side & (documents.source == source))
-            calls.append((staging / "packed" / name / f"{source:06d}.parquet", parts, flags.seed, flags.pack))
-    with Progress(f"ordering the files of {len(calls)} sources", len(calls), " sources") as bar:
-        run(corpus.pack, calls, lambda *_: bar.update(1))
-    paths = [path for path, *_ in calls]
-    packed = load_index(paths)
-    side_of = np.array([path.parent.name for path in paths])[packed.run]
-    return Documents(packed, packed.run, {name: side_of == name for name in documents.sides})
+    return Documents(index, sides)
 
 
 def write_shards(documents, flags, staging, run):
@@ -291,7 +255,7 @@ def write_shards(documents, flags, staging, run):
     for name, side in documents.sides.items():
         (staging / name).mkdir(parents=True, exist_ok=True)
         for number, parts in enumerate(corpus.plan_shards(documents.index, side, flags.shard_bytes)):
-            calls.append((staging / name / f"shard_{number:05d}.parquet", parts, flags.pack))
+            calls.append((staging / name / f"shard_{number:05d}.parquet", parts))
     nbytes = documents.nbytes()
     require_disk(staging, nbytes // 3, "writing the shards")
     shards = {}

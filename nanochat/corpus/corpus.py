@@ -1,4 +1,4 @@
-"""Makes shards of runs: holds out projects for validation, joins the files of projects, shuffles.
+"""Makes shards of runs: holds out projects for validation, shuffles.
 
 The shuffle is an external merge sort. scan.py writes runs, sorted by a key. After that only the keys and the MinHash
 signatures are read, to find duplicates (duplicates.py) and to plan the shards. `write_shard` collects the documents of
@@ -11,24 +11,10 @@ import os
 import numpy as np
 
 from nanochat.corpus.archives import sha256_of
-from nanochat.corpus.packing import contexts, join_files
-from nanochat.corpus.runs import (
-    CONTEXT_RUN_SCHEMA,
-    CONTEXT_SCHEMA,
-    PACKED_RUN_SCHEMA,
-    SCHEMA,
-    key_of,
-    parts_of,
-    read_parts,
-    write_parquet,
-    write_run,
-)
-from nanochat.data.shards import PACK
+from nanochat.corpus.runs import SCHEMA, parts_of, read_parts, write_parquet
 
-COLUMNS = [*CONTEXT_SCHEMA.names, "key"]  # most runs have no context
 MAX_SHARDS = 100_000  # their names have five digits
 SHARD_ROW_GROUP_DOCUMENTS = 256  # about 2 MB of text, so that many row groups can be read concurrently in little memory
-PACKED_ROW_GROUP_DOCUMENTS = 8  # of projects, for the same reason
 
 
 def choose_validation(bytes_by_project, candidates, fraction, seed):
@@ -58,46 +44,17 @@ def plan_shards(index, kept, shard_bytes):
     return [parts_of(index, documents) for documents in np.split(chosen, np.flatnonzero(np.diff(shard_of)) + 1)]
 
 
-def pack(path, parts, seed, how):
-    """Writes the run `path`, unless it exists: the files `parts` of one source, joined into documents, or with their
-    context. how: project or context."""
-    if path.exists():
-        return
-    # The key decides between files of one path, so their order does not depend on their runs.
-    files = read_parts(parts, COLUMNS).sort_by([("path", "ascending"), ("key", "ascending")]).to_pylist()
-    by_path = {}
-    for file in files:
-        name = file["path"]
-        while name in by_path:  # two archives of a package may have it
-            name += "'"
-        by_path[name] = file
-    texts = {name: file["text"].encode() for name, file in by_path.items()}
-    if how == "context":
-        documents = [by_path[name] | {"context": context, "nbytes": len(texts[name])}
-                     for name, context in contexts(texts)]
-        return write_run(path, CONTEXT_RUN_SCHEMA, documents)
-    documents = []
-    for paths, text in join_files(texts):
-        licences = sorted({by_path[name]["licence"] for name in paths})
-        documents.append({"text": text, "path": paths[0], "source": files[0]["source"],
-                          "licence": " AND ".join(licences), "key": key_of(text, seed), "nbytes": len(text)})
-    return write_run(path, PACKED_RUN_SCHEMA, documents)
-
-
-def write_shard(path, parts, how="file"):
+def write_shard(path, parts):
     """Writes the shard `path`, unless it exists: the documents `parts` = [(path of a run, numbers)], sorted by key.
-    how: project or context, as they were packed; the shard's metadata records it. Returns what describe_shard does."""
+    Returns what describe_shard does."""
     if path.exists():
         return describe_shard(path)
-    table = read_parts(parts, COLUMNS)
+    table = read_parts(parts, [*SCHEMA.names, "key"])
     order = np.argsort(table["key"].to_numpy())
-    schema = CONTEXT_SCHEMA if how == "context" else SCHEMA
-    size = PACKED_ROW_GROUP_DOCUMENTS if how == "project" else SHARD_ROW_GROUP_DOCUMENTS
-    if how != "file":
-        schema = schema.with_metadata({PACK: how})
-    table = table.select(schema.names).replace_schema_metadata(schema.metadata)
-    row_groups = (table.take(order[start:start + size]) for start in range(0, len(order), size))
-    write_parquet(path, schema, row_groups)
+    table = table.select(SCHEMA.names)
+    row_groups = (table.take(order[start:start + SHARD_ROW_GROUP_DOCUMENTS])
+                  for start in range(0, len(order), SHARD_ROW_GROUP_DOCUMENTS))
+    write_parquet(path, SCHEMA, row_groups)
     return describe_shard(path)
 
 

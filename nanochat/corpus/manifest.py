@@ -113,8 +113,7 @@ def report(manifest, out_dir):
     print(f"read {sum(source['files'] for source in manifest['sources'])} files of {len(manifest['sources'])} sources; "
           f"dropped {counts(manifest['dropped'])}")
     for name, total in manifest["totals"].items():
-        files = f"{total['files']} files in " if "files" in total else ""
-        print(f"{out_dir / name}: {files}{total['documents']} documents, {total['bytes'] / 1e6:.1f} MB of text, "
+        print(f"{out_dir / name}: {total['documents']} documents, {total['bytes'] / 1e6:.1f} MB of text, "
               f"{total['shards']} shards")
     if manifest["val_projects"]:
         say(f"projects held out for validation: {', '.join(manifest['val_projects'])}")

@@ -14,11 +14,8 @@ VALUES_PER_BAND = 8
 BANDS = [f"band_{number}" for number in range(NUM_PERMUTATIONS // VALUES_PER_BAND)]
 ROW_GROUP_DOCUMENTS = 64
 SCHEMA = pa.schema([("text", pa.string()), ("path", pa.string()), ("source", pa.string()), ("licence", pa.string())])
-CONTEXT_SCHEMA = SCHEMA.append(pa.field("context", pa.string()))
-CONTEXT_RUN_SCHEMA = pa.schema([*CONTEXT_SCHEMA, ("key", pa.uint64()), ("nbytes", pa.int64())])
-PACKED_RUN_SCHEMA = pa.schema([*SCHEMA, ("key", pa.uint64()), ("nbytes", pa.int64())])
-RUN_SCHEMA = pa.schema([*PACKED_RUN_SCHEMA, ("signature", pa.binary(4 * NUM_PERMUTATIONS)),
-                        *((band, pa.uint64()) for band in BANDS)])
+RUN_SCHEMA = pa.schema([*SCHEMA, ("key", pa.uint64()), ("nbytes", pa.int64()),
+                        ("signature", pa.binary(4 * NUM_PERMUTATIONS)), *((band, pa.uint64()) for band in BANDS)])
 
 
 def key_of(text, seed):
@@ -26,12 +23,12 @@ def key_of(text, seed):
     return int.from_bytes(hashlib.blake2b(text, digest_size=8, key=seed.to_bytes(8, "little")).digest(), "little")
 
 
-def write_run(path, schema, documents):
-    """Writes a list of documents, dicts with the columns of `schema`, sorted by their key."""
+def write_run(path, documents):
+    """Writes a list of documents, dicts with the columns of RUN_SCHEMA, sorted by their key."""
     documents.sort(key=lambda document: document["key"])
-    row_groups = (pa.Table.from_pylist(documents[start:start + ROW_GROUP_DOCUMENTS], schema)
+    row_groups = (pa.Table.from_pylist(documents[start:start + ROW_GROUP_DOCUMENTS], RUN_SCHEMA)
                   for start in range(0, len(documents), ROW_GROUP_DOCUMENTS))
-    write_parquet(path, schema, row_groups, compression_level=1)
+    write_parquet(path, RUN_SCHEMA, row_groups, compression_level=1)
 
 
 def write_parquet(path, schema, row_groups, compression_level=None):
@@ -79,8 +76,7 @@ def parts_of(index, documents):
 
 
 def read_parts(parts, columns):
-    """Returns a table of those `columns` that the runs have, with the documents `parts` = [(path of a run, numbers)].
-    """
+    """Returns a table of these `columns`, with the documents `parts` = [(path of a run, numbers)]."""
     tables = []
     for run, documents in parts:
         # All row groups except a run's last have ROW_GROUP_DOCUMENTS documents, so a document's number gives its row

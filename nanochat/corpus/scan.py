@@ -8,6 +8,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from nanochat.common import SUFFIXES
 from nanochat.corpus.archives import MAX_LICENCE_BYTES
 from nanochat.corpus.duplicates import bands, signature
 from nanochat.corpus.filters import EMAILS, Filters, is_permissive, replace_emails
@@ -15,7 +16,6 @@ from nanochat.corpus.runs import RUN_SCHEMA, key_of, write_run
 from nanochat.corpus.sources import LICENCE_FILE, check_sums, check_unchanged, iter_files, readable
 from nanochat.corpus.tables import Row, iter_rows
 from nanochat.corpus.workers import partial_path
-from nanochat.data.projects import SUFFIXES
 
 RECIPE = 3  # to be increased when a change to this file or to corpus.py makes another corpus from the same files
 HELD_OUT = "_val.parquet"  # end of the names of runs of held-out documents
@@ -318,7 +318,7 @@ class _Scan:
         """Writes the collected documents, if there are any."""
         for end, documents in self.documents.items():
             if documents:
-                write_run(self.folder / f"run_{self.stats['runs']:05d}{end}", RUN_SCHEMA, documents)
+                write_run(self.folder / f"run_{self.stats['runs']:05d}{end}", documents)
                 self.stats["runs"] += 1
         self.documents = {end: [] for end in self.documents}
         self.nbytes = 0

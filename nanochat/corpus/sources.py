@@ -15,9 +15,8 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from nanochat.common import BadInput, say
+from nanochat.common import SUFFIXES, BadInput, say
 from nanochat.corpus.archives import TARBALL, check_sha256, iter_archive
-from nanochat.data.projects import SUFFIXES
 
 LICENCE_FILE = re.compile(r"(?:licen[cs]e|copying)[^/]*|debian/copyright", re.IGNORECASE)
 

@@ -20,10 +20,9 @@ from urllib.parse import unquote
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from nanochat.common import BadInput, say
+from nanochat.common import SUFFIXES, BadInput, say
 from nanochat.corpus.sources import Table, directory_source, readable, walk
 from nanochat.corpus.where import chosen, find_fields, find_places
-from nanochat.data.projects import SUFFIXES
 
 # What a column is for, and the names under which public corpora have it: the first that is there counts.
 ROLES = {

@@ -2,10 +2,6 @@
 
     BOS <|fim_prefix|> prefix <|fim_suffix|> suffix <|fim_middle|> middle <|file_sep|>
 
-In a corpus with context (projects.py), other files of the project may stand before the prefix, the nearest last:
-
-    BOS <|file_sep|> path "\\n" file … <|fim_prefix|> prefix …
-
 The text is divided at characters, not at tokens, because an editor's cursor is usually inside a token of the whole
 text: only a tenth of the line starts are token boundaries. A token marks the end of the middle, because a document at
 the end of a full row would show no end. A document longer than a row is first cut at line starts into parts, each a
@@ -22,11 +18,10 @@ from dataclasses import dataclass
 from functools import cache
 
 from nanochat.common import BadInput
-from nanochat.data.projects import SEPARATOR
 from nanochat.data.tokenizer import FIM_TOKENS, Infill, joined
 
 KINDS = ("random", "line", "structure")  # kinds of middles, equally frequent
-MIN_SEQ_LEN = 64  # shorter rows have no room for a middle with its context
+MIN_SEQ_LEN = 64  # shorter rows have no room for a middle with the text around it
 SURPLUS = 1.22  # length of the parts of a long document, in rows
 MAX_LINES = 30  # of a middle by lines
 MAX_STRUCTURE_CHARS = 1500  # of a middle by structure; also how far the scanner reads for its end
@@ -58,12 +53,10 @@ _EIGHT_INTEGERS = struct.Struct("<8Q")
 
 @dataclass(frozen=True)
 class Infilling:
-    """Which documents to rewrite, and how. rate: the share of the documents; kinds: of their middles; context: the
-    largest share of a row for other files of the project."""
+    """Which documents to rewrite, and how. rate: the share of the documents; kinds: of their middles."""
     rate: float
     seed: int
     kinds: tuple = KINDS
-    context: float = 0.0
 
     def encode(self, lane, group, tokenizer, row_tokens):
         """Returns a list for each (ref, TextPiece) of `group`: the tokens of its parts, as memoryviews of uint32 that
@@ -99,16 +92,12 @@ class Infilling:
         while begin < len(characters):
             if begin:
                 below = draws(f"{place},{begin}")
-            context = ()
             end = begin + part_chars
-            if self.context and piece.context:
-                context = draw_context(piece.context, self.context * part_chars / SURPLUS, below)
-                end -= int(SURPLUS * sum(map(len, context)))
             if end < len(characters):
                 end = characters.rfind("\n", begin, end) + 1 or end
             part = characters[begin:end]
             first, last = choose_middle(part, self.kinds, below)
-            parts.append(Infill(part[:first], part[last:], part[first:last], context))
+            parts.append(Infill(part[:first], part[last:], part[first:last]))
             begin = end
         return parts
 
@@ -128,27 +117,27 @@ def check_fim(flag, tokenizer, seq_len):
             raise BadInput(f"{flag} needs a tokenizer with the special token {name}, which this one lacks: leave it "
                            "out, or give another --tokenizer_dir")
     if seq_len < MIN_SEQ_LEN:
-        raise BadInput(f"{flag} needs rows with room for a middle and its context, and --max_seq_len={seq_len} is less "
-                       f"than {MIN_SEQ_LEN}: give at least that, or leave it out")
+        raise BadInput(f"{flag} needs rows with room for a middle and the text around it, and --max_seq_len={seq_len} "
+                       f"is less than {MIN_SEQ_LEN}: give at least that, or leave it out")
 
 
-def fit_into_row(tokens, places, row_tokens):
-    """Returns a list of documents with the text of one that may be longer than a row; places: as in encode_infills."""
+def fit_into_row(tokens, suffix, middle, row_tokens):
+    """Returns a list of documents with the text of one that may be longer than a row; suffix, middle: as in
+    encode_infills."""
     # Surplus tokens at the end of the suffix, or else at the beginning of the prefix, become a document of their own,
     # from left to right. If both are too short for that, the whole text becomes one.
-    prefix, suffix, middle = places  # BOS … <|fim_prefix|> … <|fim_suffix|> … <|fim_middle|> … <|file_sep|>
     excess = len(tokens) - row_tokens
     if excess <= 0:
         return [joined((tokens,))]
-    bos = tokens[:1]
+    bos = tokens[:1]  # BOS <|fim_prefix|> … <|fim_suffix|> … <|fim_middle|> … <|file_sep|>
     cut = middle - excess  # the suffix ends here
-    rest = prefix + 1 + excess  # the prefix begins here
+    rest = 2 + excess  # the prefix begins here
     if cut > suffix:
         parts = [(tokens[:cut], tokens[middle:]), (bos, tokens[cut:middle])]
     elif rest <= suffix:
-        parts = [(bos, tokens[prefix + 1:rest]), (tokens[:prefix + 1], tokens[rest:])]
-    else:  # without its context
-        parts = [(bos, tokens[prefix + 1:suffix], tokens[middle + 1:-1], tokens[suffix + 1:middle])]
+        parts = [(bos, tokens[2:rest]), (tokens[:2], tokens[rest:])]
+    else:
+        parts = [(bos, tokens[2:suffix], tokens[middle + 1:-1], tokens[suffix + 1:middle])]
     return [joined(part) for part in parts]
 
 
@@ -159,37 +148,6 @@ def draws(key):
     # uniform from 0 to n - 1, except for n / 2^64.
     words = iter(_EIGHT_INTEGERS.unpack(hashlib.blake2b(key.encode()).digest()))
     return lambda n: next(words) * n >> 64
-
-
-# Context
-
-
-def draw_context(context, most, below):
-    """Returns last_files of a `context`: none in a quarter of all cases, else up to a random number of characters, from
-    most / 4 to `most`."""
-    share = below(1 << 53) / (1 << 53)
-    return last_files(context, int(share * most)) if share >= 1 / 4 else ()
-
-
-def last_files(context, most):
-    """Returns the texts of the last files of a `context`, of `most` characters in all. The end of the first one may be
-    missing."""
-    left = most
-    texts = []
-    for text in reversed(context.split(SEPARATOR)[1:]):
-        if len(text) > left:
-            text = text[:text.rfind("\n", 0, left) + 1]
-        if text.count("\n") < 2:  # no more than its path
-            break
-        texts.insert(0, text)
-        left -= len(text)
-    return tuple(texts)
-
-
-def condensed(text):
-    """Returns C++ without comments and blank lines, as other files stand in a context."""
-    without = CODE_TOKEN.sub(lambda match: "" if match[0].startswith(("//", "/*")) else match[0], text)
-    return "".join(f"{line.rstrip()}\n" for line in without.split("\n") if line.strip())
 
 
 # Middles

@@ -25,7 +25,6 @@ import numpy as np
 
 from nanochat.common import BadInput
 from nanochat.data.fim import Infilling
-from nanochat.data.projects import encode_document
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.data.units import Units
 
@@ -174,7 +173,7 @@ class Lane:
             rewritten = self.shared.infilling.encode(self.number, group, tokenizer, self.row_tokens)
         for (ref, text), parts in zip(group, rewritten, strict=True):
             if not parts:
-                tokens = encode_document(text, tokenizer)
+                [tokens] = tokenizer.encode_documents([text.text])
                 parts = [tokens[1:] if ref[2] else tokens]
             yield parts
 

@@ -25,7 +25,6 @@ import torch
 
 from nanochat.common import BadInput
 from nanochat.data.lanes import NUM_LANES, PADDING, Lane, LaneState, RandomLane, SharedByLanes
-from nanochat.data.projects import FILE_SEP, require_files
 from nanochat.data.shards import fingerprint
 from nanochat.data.units import Units
 from nanochat.device.mesh import divisors_in_words
@@ -276,15 +275,10 @@ class SyntheticLoader(DataLoader):
 
 
 def settings_of(shards, tokenizer, infilling):
-    """Returns the settings on which the rows of the shards depend, besides those of Rows. Raises BadInput."""
+    """Returns the settings on which the rows of the shards depend, besides those of Rows."""
     settings = {"data": fingerprint(shards), "tokenizer": tokenizer.sha256}
-    if any(shard.is_packed for shard in shards):
-        tokenizer.special(FILE_SEP)  # raises BadInput if it has none
     if infilling:
-        require_files(shards, "fill in the middle")
         settings |= {"fim_rate": infilling.rate, "fim_kinds": list(infilling.kinds)}
-        if infilling.context:
-            settings |= {"fim_context": infilling.context}
     return settings
 
 

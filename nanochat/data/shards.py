@@ -34,11 +34,9 @@ from nanochat.data.bucket import (
 
 DEFAULT_DIRS = {"train": "parquet/base_data_v3", "val": "parquet/val"}  # under the base directory
 TEXT = "text"  # the column
-CONTEXT = "context"  # the column of files that stand with a document, in shards of prepare_data --pack=context
 PIECE_BYTES = 256 * 1024  # longer documents are read and tokenized piece by piece
 READ_BATCH_BYTES = 1 << 20  # bytes of text that Arrow decodes at a time
 LONGEST_BATCH_BYTES = 32 << 20  # … if texts share bytes in the file, as in a dictionary
-PACK = b"pack"  # in the metadata of a shard of prepare_data --pack: project or context, see projects.py
 
 
 @dataclass(frozen=True)
@@ -67,11 +65,9 @@ class Shard:
     n_bytes: int  # size of the file
     row_group_documents: tuple[int, ...]  # number of documents in each row group
     digest: str  # SHA-256 of name, size and footer
-    is_packed: bool = False  # its documents are projects, see projects.py
     largest_group_bytes: int = 0  # of its largest row group, compressed
     text_bytes: int = 0  # of all its text, about
     skip_bad: bool = False  # reading skips what it cannot decode, with a warning
-    columns: tuple = (TEXT,)  # that are read
 
     @property
     def num_documents(self):
@@ -84,8 +80,6 @@ class TextPiece(NamedTuple):
     index: int  # 0 for the first piece of a document
     is_last: bool
     text: str | bytes  # bytes if the text is not valid UTF-8
-    is_packed: bool = False  # it comes from a project, see projects.py
-    context: str = ""  # of the document: other files of its project, see projects.py
 
 
 # Finding and checking
@@ -175,34 +169,34 @@ def _open_shard(file, skip_bad):
         raise BadInput(f"the path {file} is not UTF-8, which pyarrow needs: rename the folder or file") from None
     except (pa.ArrowException, OSError) as error:
         raise BadInput(f"{file} is not a whole parquet file ({_first_line(error)}): copy or prepare it again") from None
-    pack = (metadata.metadata or {}).get(PACK)
-    names = (TEXT, CONTEXT) if pack == CONTEXT.encode() else (TEXT,)
-    for name in names:
-        _check_column(file, schema, name)
+    # Earlier versions could write whole projects, whose files a character 0 keeps apart.
+    if (metadata.metadata or {}).get(b"pack") == b"project":
+        raise BadInput(f"{file} holds a whole project in each document (prepare_data --pack=project, which is gone): "
+                       "prepare the corpus again, without --pack")
+    _check_text_column(file, schema)
     documents = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
     compressed = []
     text_bytes = 0
     for row_group in map(metadata.row_group, range(metadata.num_row_groups)):
         columns = {column.path_in_schema: column for column in map(row_group.column, range(row_group.num_columns))}
-        compressed.append(sum(columns[name].total_compressed_size for name in names))
+        compressed.append(columns[TEXT].total_compressed_size)
         text_bytes += columns[TEXT].total_uncompressed_size
     # The footer says where each column of a row group lies, how large it is, and how many documents it has. The text
     # itself is read only when its turn comes.
     digest = hashlib.sha256(f"{file.name} {size} ".encode() + footer).hexdigest()
-    return Shard(file, size, tuple(documents), digest, pack == b"project", max(compressed, default=0), text_bytes,
-                 skip_bad, names)
+    return Shard(file, size, tuple(documents), digest, max(compressed, default=0), text_bytes, skip_bad)
 
 
-def _check_column(file, schema, name):
-    """Raises BadInput unless a file has one column `name` of text."""
-    if schema.names.count(name) != 1:
-        found = "several columns" if name in schema.names else "no column"
-        raise BadInput(f"{file} has {found} named {name} (it has {', '.join(schema.names)}): name other data")
-    kind = schema.field(name).type
+def _check_text_column(file, schema):
+    """Raises BadInput unless a file has one column TEXT, of strings."""
+    if schema.names.count(TEXT) != 1:
+        found = "several columns" if TEXT in schema.names else "no column"
+        raise BadInput(f"{file} has {found} named {TEXT} (it has {', '.join(schema.names)}): name other data")
+    kind = schema.field(TEXT).type
     if pa.types.is_dictionary(kind):
         kind = kind.value_type
     if kind not in (pa.string(), pa.large_string(), pa.string_view(), pa.binary(), pa.large_binary(), pa.binary_view()):
-        raise BadInput(f"{file}: its column {name} holds {kind}, not strings: name other data")
+        raise BadInput(f"{file}: its column {TEXT} holds {kind}, not strings: name other data")
 
 
 def fingerprint(shards):
@@ -241,17 +235,14 @@ def read_pieces(shard, row_group, document, stop, first_piece=0, max_bytes=4 << 
 def _decode(shard, row_group, document, stop):
     """Yields the TextPieces of these documents."""
     begin = 0  # the first document of the batch
-    for batch in _batches(shard, row_group, shard.columns):
+    for batch in _batches(shard, row_group, [TEXT]):
         end = begin + len(batch)
         first = max(begin, document)
         if first < end:
             part = batch.slice(first - begin, min(end, stop) - first)
-            contexts = [b""] * len(part)
-            if CONTEXT in shard.columns:
-                contexts = _bytes_in(part[CONTEXT])
-            for number, text, context in zip(range(first, stop), _bytes_in(part[TEXT]), contexts, strict=False):
+            for number, text in enumerate(_bytes_in(part[TEXT]), first):
                 if text:
-                    yield from _cut(number, text, shard.is_packed, (context or b"").decode(errors="replace"))
+                    yield from _cut(number, text)
         if end >= stop:
             return
         begin = end
@@ -295,7 +286,7 @@ def _batch_size(group):
     # the text may be many times as long as the row group, but each document's at most as long as what is shared.
     for column in map(group.column, range(group.num_columns)):
         is_delta = "DELTA_BYTE_ARRAY" in column.encodings
-        if column.path_in_schema in (TEXT, CONTEXT) and (is_delta or column.has_dictionary_page):
+        if column.path_in_schema == TEXT and (is_delta or column.has_dictionary_page):
             longest = column.total_uncompressed_size
             if not is_delta and column.data_page_offset > column.dictionary_page_offset:
                 dictionary = column.data_page_offset - column.dictionary_page_offset
@@ -365,15 +356,15 @@ def _skip_or_raise(error, skip_bad):
 # A long document is cut where a line begins with a letter, because no split pattern joins the text before it with the
 # text after it: the pieces have the tokens of the whole text. Nearly every PIECE_BYTES of C++ have such a line; text
 # without one may get a few other tokens.
-def _cut(document, text, is_packed, context):
+def _cut(document, text):
     begin = 0
     index = 0
     while len(text) - begin > PIECE_BYTES:
         last = _last_of_piece(text, begin, begin + PIECE_BYTES)
-        yield TextPiece(document, index, False, _as_str(text[begin:last + 1]), is_packed, context)
+        yield TextPiece(document, index, False, _as_str(text[begin:last + 1]))
         begin = last + 1
         index += 1
-    yield TextPiece(document, index, True, _as_str(text[begin:]), is_packed, context)
+    yield TextPiece(document, index, True, _as_str(text[begin:]))
 
 
 def _last_of_piece(text, begin, end):

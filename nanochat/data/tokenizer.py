@@ -57,7 +57,6 @@ class Infill(NamedTuple):
     prefix: str
     suffix: str
     middle: str
-    context: tuple = ()  # texts before it
 
 
 def encode_text(encoding, text):
@@ -135,41 +134,31 @@ class Tokenizer:
 
     # One call for all texts, not three for each document: after each call a thread waits for those that run Python.
     def encode_infills(self, infills):
-        """Returns (tokens, places) of each Infill: BOS, its context with <|file_sep|> before each text, and FIM_TOKENS
-        before, between and after its three texts, as a memoryview of uint32; and where the first three of these are."""
+        """Returns (tokens, suffix, middle) of each Infill: BOS, and FIM_TOKENS before, between and after its three
+        texts, as a memoryview of uint32; and where <|fim_suffix|> and <|fim_middle|> are."""
         texts = []
-        count = 0  # of special tokens
-        for prefix, suffix, middle, context in infills:
-            texts.append("<|bos|>")
-            for text in context:
-                texts += "<|file_sep|>", text
-            texts += "<|fim_prefix|>", prefix, "<|fim_suffix|>", suffix, "<|fim_middle|>", middle, "<|file_sep|>"
-            count += 5 + len(context)
+        for prefix, suffix, middle in infills:
+            texts += ("<|bos|>", "<|fim_prefix|>", prefix, "<|fim_suffix|>", suffix, "<|fim_middle|>", middle,
+                      "<|file_sep|>")
         try:
             ids = self._encoding.encode_to_numpy("".join(texts), allowed_special=_INFILL_TOKENS, disallowed_special=())
             marks = (ids >= self._lowest_mark).nonzero()[0].tolist()
         except ValueError:  # as in encode_text and encode_to_numpy
             marks = []
-        if len(marks) != count:  # or a text has the name of a special token
+        if len(marks) != 5 * len(infills):  # or a text has the name of a special token
             return [self._encode_infill(infill) for infill in infills]
         data = ids.data
         found = []
-        end = 0
-        for infill in infills:
-            begin = marks[end]
-            end += 5 + len(infill.context)
-            prefix, suffix, middle, last = marks[end - 4:end]
-            found.append((data[begin:last + 1], (prefix - begin, suffix - begin, middle - begin)))
+        for first in range(0, len(marks), 5):
+            begin, _, suffix, middle, end = marks[first:first + 5]
+            found.append((data[begin:end + 1], suffix - begin, middle - begin))
         return found
 
     def _encode_infill(self, infill):
-        parts = [self._marks["<|bos|>"]]
-        places = []
-        names = [FIM_TOKENS[3]] * len(infill.context) + [*FIM_TOKENS[:3]]
-        for name, text in zip(names, (*infill.context, *infill[:3]), strict=True):
-            places.append(sum(map(len, parts)))
-            parts += self._marks[name], self.encode_to_numpy(text.encode("utf-8", "surrogateescape"))
-        return joined([*parts, self._marks[FIM_TOKENS[3]]]), tuple(places[-3:])
+        prefix, suffix, middle = (self.encode_to_numpy(text.encode("utf-8", "surrogateescape")) for text in infill)
+        marks = [self._marks[name] for name in FIM_TOKENS]
+        tokens = joined((self._marks["<|bos|>"], marks[0], prefix, marks[1], suffix, marks[2], middle, marks[3]))
+        return tokens, 2 + len(prefix), 3 + len(prefix) + len(suffix)
 
     def _encode_malformed(self, data):
         """Returns the ids of bytes that are not UTF-8: one per malformed byte, and the text between as usual."""

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from nanochat.data.shards import Shard, read_pieces
+from nanochat.data.shards import TEXT, Shard, read_pieces
 
 KEPT_BYTES = 64 << 20  # decoded text stays in memory if all shards together are smaller than this
 
@@ -65,7 +65,7 @@ class Units:
         """Prefetches the row group of a unit from its bucket."""
         unit = self.get(lane, number)
         if (unit.shard.digest, unit.row_group) not in self._kept:
-            unit.shard.file.read_ahead(unit.row_group, unit.shard.columns)
+            unit.shard.file.read_ahead(unit.row_group, [TEXT])
 
     def number_in_epochs(self, lane, epochs=1):
         """Returns how many units of `lane` are in the first epochs."""

@@ -13,7 +13,7 @@ from nanochat.model.rates import OptimConfig
 MANIFEST = "manifest.json"  # of scripts/prepare_data.py
 # The flags of the training, without those of the machine, its folders and accounts.
 RECIPE = (*CONFIG_FLAGS, "num_iterations", "target_param_data_ratio", "total_batch_size",
-          "seq_len_ramp", "fim_rate", "fim_context", "compute_dtype", "products", "seed",
+          "seq_len_ramp", "fim_rate", "compute_dtype", "products", "seed",
           *(field.name for field in fields(OptimConfig)))
 OTHER_MODELS = ("teacher", "init_from", "decay_from")  # flags that name one
 OF_TEACHER = ("kd_weight", "kd_temperature")
@@ -110,8 +110,8 @@ def describe_data(manifest):
             cells = [source["name"], source.get("version") or "", f"{files:,}", stated]
             rows.append(f"| {' | '.join(map(cell, cells))} |")
     total = (manifest.get("totals") or {}).get(Path(DEFAULT_DIRS["train"]).name, {})
-    num_files = total.get("files", total.get("documents", 0))  # with --pack=project a document is not one file
-    return "\n".join([f"{num_files:,} files with {total.get('bytes', 0):,} bytes, without exact and near duplicates.",
+    size = f"{total.get('documents', 0):,} files with {total.get('bytes', 0):,} bytes"
+    return "\n".join([f"{size}, without exact and near duplicates.",
                       f"Projects held out: {cell(', '.join(sorted(held_out))) or 'none'}.", "", *rows])
 
 

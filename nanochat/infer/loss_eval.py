@@ -9,6 +9,7 @@ import torch
 from nanochat.common import BadInput, Failure
 from nanochat.data.lanes import PADDING
 from nanochat.data.loader import Batch
+from nanochat.data.tokenizer import FIM_TOKENS
 from nanochat.device.collectives import all_reduce_sum
 from nanochat.device.programs import one_program
 from nanochat.device.ranks import print0
@@ -130,10 +131,37 @@ def bits_per_byte(model, loader, token_bytes, dist, is_cut_short=None, view=None
     return Evaluation(value, num_bytes, is_whole_text=unfinished_lanes == 0)
 
 
+# Views of rows, for bits_per_byte
+
+
 def with_suffixes(tokenizer, rows):
     """A view of rows from a loader with --fim_rate, in which only middles count. Returns rows, int (B, T + 1), as they
     are, and which tokens belong to a middle, bool (B, T + 1)."""
     return rows, is_between(rows, tokenizer.special("<|fim_middle|>"), tokenizer.special("<|file_sep|>"))
+
+
+def without_suffixes(tokenizer, rows):
+    """The same view with empty suffixes. What follows a suffix moves up; PADDING fills the end."""
+    return _keep(~_is_suffix(tokenizer, rows), *with_suffixes(tokenizer, rows))
+
+
+def from_left_to_right(tokenizer, rows):
+    """The same view as text from left to right: prefix and middle, without suffixes and FIM_TOKENS. A middle has the
+    same tokens as with a suffix."""
+    special = torch.tensor([tokenizer.special(name) for name in FIM_TOKENS])
+    return _keep(~_is_suffix(tokenizer, rows) & ~torch.isin(rows, special), *with_suffixes(tokenizer, rows))
+
+
+def _is_suffix(tokenizer, rows):
+    return is_between(rows, tokenizer.special("<|fim_suffix|>"), tokenizer.special("<|fim_middle|>"))
+
+
+def _keep(chosen, rows, counts):
+    """Moves the chosen tokens of each row, and their counts, to its beginning, and drops the others."""
+    # A stable sort by "not chosen" moves the chosen ones to the front, in their order.
+    order = (~chosen).int().argsort(dim=1, stable=True)
+    is_chosen = chosen.gather(1, order)
+    return rows.gather(1, order).where(is_chosen, PADDING), counts.gather(1, order) & is_chosen
 
 
 def is_between(rows, first, last):

@@ -4,13 +4,14 @@ A gap is the missing text between two texts, as at the cursor of an editor. The 
 
     BOS other files <|fim_prefix|> the lines before <|fim_suffix|> the text after <|fim_middle|> the line at the gap
 
-and the completion continues the line at the gap. The other files look as in training (data/fim.py). Editors, the
-evaluation of code, the search and the benchmarks all use gap_prompt.
+and the completion continues the line at the gap. Training shows no other files: a model that only reads them when it
+completes was better (dev/DECISIONS.md). Editors, the evaluation of code, the search and the benchmarks all use
+gap_prompt.
 """
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 
-from nanochat.data.fim import condensed
+from nanochat.data.fim import CODE_TOKEN
 from nanochat.data.tokenizer import FIM_TOKENS
 
 LONGEST_TOKEN = 16  # characters. Few tokens have more, so a text is cut to this many per token before tokenization.
@@ -44,7 +45,8 @@ def encode_prompt(tokenizer, parts):
 
 
 def default_extra_tokens(meta):
-    """Returns how many tokens of other files the model of a Meta reads before a gap, unless a user says otherwise."""
+    """Returns how many tokens of other files the model of a Meta reads before a gap, unless a user says otherwise: some
+    if an earlier version trained it with them."""
     return meta.config["max_seq_len"] // 4 if meta.flags.get("fim_context", 0) else 0
 
 
@@ -117,6 +119,12 @@ def other_files(tokenizer, extra, most):
             parts = [FILE_SEP, text, *parts]
             left -= 1 + len(tokenizer.encode(text))
     return parts, most - left
+
+
+def condensed(text):
+    """Returns C++ without comments and blank lines."""
+    without = CODE_TOKEN.sub(lambda match: "" if match[0].startswith(("//", "/*")) else match[0], text)
+    return "".join(f"{line.rstrip()}\n" for line in without.split("\n") if line.strip())
 
 
 @dataclass

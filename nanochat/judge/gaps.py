@@ -8,7 +8,6 @@ import random
 import re
 from dataclasses import dataclass
 
-from nanochat.data.projects import files_of, require_files
 from nanochat.data.shards import whole_pieces
 
 DOCUMENT_KINDS = ("single line", "several lines", "random span", "block", "arguments", "condition")
@@ -35,7 +34,6 @@ class Gap:
     middle: str  # cut out
     suffix: str
     problem: object = None  # whose tests decide, if there are any
-    others: tuple = ()  # (path, text) of other files, the nearest last
 
     def verdict(self, judge, text):
         """Returns the Verdict of a text in the gap, or None if the whole file does not compile by itself."""
@@ -61,7 +59,7 @@ def document_gaps(documents, num_per_kind, seed):
             else:
                 found = spans(text, kind)
             if found and len(gaps[kind]) < num_per_kind:
-                gaps[kind].append(_cut(text, *rng.choice(found), kind, others=files_of(document.context)))
+                gaps[kind].append(_cut(text, *rng.choice(found), kind))
         if all(len(found) == num_per_kind for found in gaps.values()):
             break
     return sum(gaps.values(), [])
@@ -86,7 +84,6 @@ def function_gaps(problems, num_per_kind, seed):
 
 def read_documents(shards):
     """Yields the TextPieces of Shards that are neither very short nor very long."""
-    require_files(shards, "finding gaps")
     for piece in whole_pieces(shards):
         if MIN_DOCUMENT_CHARACTERS <= len(piece.text) <= MAX_DOCUMENT_CHARACTERS:
             yield piece
@@ -96,7 +93,7 @@ def _key(seed, text):
     return hashlib.blake2b(f"{seed}:{text}".encode(errors="replace"), digest_size=8).hexdigest()
 
 
-def _cut(text, begin, end, kind, problem=None, others=()):
+def _cut(text, begin, end, kind, problem=None):
     prefix = text[:begin]
     middle = text[begin:end]
     suffix = text[end:]
@@ -105,7 +102,7 @@ def _cut(text, begin, end, kind, problem=None, others=()):
     name = hashlib.blake2b(parts.encode(errors="replace"), digest_size=8).hexdigest()
     if problem:
         name = f"{problem.name}/{name[:6]}"
-    return Gap(name, kind, prefix, middle, suffix, problem, others)
+    return Gap(name, kind, prefix, middle, suffix, problem)
 
 
 def spans(text, kind):

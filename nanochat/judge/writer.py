@@ -33,9 +33,7 @@ class WriterFlags:
 class Writer:
     """Writes code with a model: one greedy sample, and further ones drawn by `sampling`."""
 
-    def __init__(self, model, tokenizer, dist, sampling, extra_tokens=0):
-        """extra_tokens: most tokens of other files before a gap."""
-        self.extra_tokens = extra_tokens
+    def __init__(self, model, tokenizer, dist, sampling):
         self.model = model
         self.tokenizer = tokenizer
         self.dist = dist
@@ -68,7 +66,7 @@ class Writer:
     def fill_gap(self, gap):
         """Returns the record of a Gap, in a list. The prompt is that of an editor."""
         max_tokens = self.sampling.max_tokens
-        prompt = self.gap_prompt(gap.prefix, gap.suffix, max_tokens, gap.others)
+        prompt = self.gap_prompt(gap.prefix, gap.suffix, max_tokens)
         stop = ("\n",) if gap.kind in ONE_LINE_KINDS else ()
         [sample] = self.engine.completions(prompt.parts, replace(self.greedy, stop=stop))
         middle = cut_to(self.tokenizer, gap.middle, slice(max_tokens))
@@ -78,10 +76,10 @@ class Writer:
                  "bits": self.bits(prompt.line, middle, prompt.head), "bytes": size(middle),
                  "bits_without_suffix": self.bits(prompt.before, middle)}]
 
-    def gap_prompt(self, prefix, suffix, max_tokens, others=()):
+    def gap_prompt(self, prefix, suffix, max_tokens):
         """Returns the GapPrompt that leaves room for `max_tokens` tokens."""
         room = self.model.config.max_seq_len - max_tokens
-        return gap_prompt(self.tokenizer, prefix, suffix, room, others, self.extra_tokens)
+        return gap_prompt(self.tokenizer, prefix, suffix, room)
 
     def bits(self, prompt, text, head=(BOS,)):
         """Returns the bits that the model needs for `text` after `head` and `prompt`: of both texts less of the prompt,

@@ -6,6 +6,7 @@ import re
 from contextlib import suppress
 from functools import cache
 from itertools import islice
+from os.path import commonprefix
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -15,8 +16,7 @@ from pygls.lsp.server import LanguageServer
 from pygls.uris import to_fs_path
 from pygls.workspace import TextDocument
 
-from nanochat.common import BadInput
-from nanochat.data.projects import SUFFIXES, alike_first
+from nanochat.common import SUFFIXES, BadInput
 
 TIMEOUT_S = 60
 MAX_TOKENS = 64  # of a completion
@@ -165,7 +165,8 @@ def beside(path):
         for entry in islice(entries, MAX_ENTRIES):
             if entry.name.lower().endswith(SUFFIXES) and entry.is_file(follow_symlinks=False):
                 names.append(entry.name)
-    return [path.parent / name for name in alike_first(names, path.name)[:MAX_BESIDE]]
+    names.sort(key=lambda name: (-len(commonprefix([path.name, name])), name))
+    return [path.parent / name for name in names[:MAX_BESIDE]]
 
 
 def place_of(document, find):

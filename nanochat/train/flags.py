@@ -110,8 +110,6 @@ class DataFlags(TextFlags):
                           "docs/data.md", at_least=1, at_most=4096)
     fim_rate: float = flag(0.0, "fraction of the documents rewritten for fill in the middle; "
                            "docs/data.md#fill-in-the-middle", at_least=0, at_most=1)
-    fim_context: float = flag(0.0, "with --fim_rate, the largest share of a row for other files of the project; "
-                              "docs/data.md#fill-in-the-middle", at_least=0, at_most=0.75)
     synthetic_data: bool = flag(False, "train on random tokens, to test a machine without data")
     validation: str = ""  # no flag: the places of the validation sets, so that a resumed run can say what has changed
 
@@ -254,6 +252,7 @@ GONE = {
     "gradient_sums": Gone("chips exchange gradients in float32: leave it out", off=("float32",)),
     "mesh_data": Gone("it is the number of chips / (mesh_fsdp × mesh_tensor): leave it out"),
     "ngram_rows": Gone("models have no tables of n-grams: leave it out"),
+    "fim_context": Gone("models train on single files, and read others when they complete: leave it out", off=(0.0,)),
     "wandb_project": Gone("set $WANDB_PROJECT"),
     "save_every_minutes": Gone("divide the minutes by the time of a step, and give --save_every=STEPS"),
     "checkpoint_piece_gb": Gone("files have 4 GB at most: leave it out"),

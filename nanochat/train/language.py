@@ -146,7 +146,7 @@ class LanguageTask:
         if data.mixture:
             loader = self._open_mixture(rows, step, lane_states)
         else:
-            loader = self._open_rows("train", data, rows, data.fim_rate, data.fim_context, state=lane_states)
+            loader = self._open_rows("train", data, rows, data.fim_rate, state=lane_states)
         if self.data_fingerprint not in (None, loader.fingerprint):  # a bucket is listed again in this process
             loader.close()
             raise BadInput(f"{data.data_dir}: the shards have changed since this command started: start it again")
@@ -160,14 +160,14 @@ class LanguageTask:
     def _open_mixture(self, rows, step, lane_states):
         data = self.flags.data
         mixture = open_mixture(data)
-        infilling = Infilling(data.fim_rate, rows.seed, context=data.fim_context) if data.fim_rate else None
+        infilling = Infilling(data.fim_rate, rows.seed) if data.fim_rate else None
         return MixtureLoader(mixture, self.tokenizer, rows, stage_rows(mixture, self.plan, step, lane_states),
                              state=lane_states, infilling=infilling)
 
-    def _open_rows(self, split, data, rows, fim_rate, fim_context=0.0, **options):
+    def _open_rows(self, split, data, rows, fim_rate, **options):
         if data.synthetic_data:
             return SyntheticLoader(self.tokenizer.n_vocab, rows, **options)
-        infilling = Infilling(fim_rate, rows.seed, context=fim_context) if fim_rate else None
+        infilling = Infilling(fim_rate, rows.seed) if fim_rate else None
         return DataLoader(open_text(data, split), self.tokenizer, rows, infilling=infilling, **options)
 
     # The training step

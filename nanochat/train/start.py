@@ -14,7 +14,7 @@ from nanochat.train.flags import StartFlags, require_not_gone
 from nanochat.train.prepare import run_directory
 
 # With another value of one of these, the saved positions in the data would mean other rows.
-ROW_FLAGS = ("seq_len_ramp", "fim_rate", "fim_context", "num_lanes")
+ROW_FLAGS = ("seq_len_ramp", "fim_rate", "num_lanes")
 
 
 class Start(NamedTuple):

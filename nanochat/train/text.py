@@ -4,7 +4,7 @@ import math
 from nanochat.common import BadInput
 from nanochat.data.bucket import check_cache
 from nanochat.data.mixture import open_mixture, tokens_in
-from nanochat.data.shards import CONTEXT, fingerprint, open_text
+from nanochat.data.shards import fingerprint, open_text
 from nanochat.data.tokenizer import load_tokenizer
 from nanochat.record.metrics import format_count
 
@@ -13,8 +13,6 @@ def check_data(flags, plan, tokenizer):
     """Returns the fingerprint of the training data (None if synthetic), and lines about it, in the format of
     describe_plan. Raises BadInput for unusable data."""
     data = flags.data
-    if data.fim_context and not data.fim_rate:
-        raise BadInput(f"--fim_context={data.fim_context:g} needs --fim_rate: give both, or leave it out")
     if data.synthetic_data:
         if data.fim_rate:
             raise BadInput(f"--fim_rate={data.fim_rate:g} needs text, and --synthetic_data has none: leave one out")
@@ -31,9 +29,6 @@ def check_data(flags, plan, tokenizer):
     else:
         shards = open_text(data)
         found = fingerprint(shards)
-    if data.fim_context and not any(CONTEXT in shard.columns for shard in shards):
-        raise BadInput(f"--fim_context={data.fim_context:g}: {shards[0].file} has no context: name a corpus of "
-                       "prepare_data --pack=context, or leave it out")
     if bucket := check_cache([*shards, *held_out], data.num_lanes):
         lines.append(f"       data  {bucket}")
     return found, tuple(lines)

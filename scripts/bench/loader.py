@@ -31,7 +31,6 @@ class Flags(TextFlags, TokenizerFlags):
     max_seq_len: int = flag(1024, "T, one less than the tokens in a row", at_least=1)
     threads: int = flag(2, "threads that tokenize, with and without the loader", at_least=1, at_most=1000)
     fim_rate: float = flag(0.5, "of the loader with fill in the middle", above=0, at_most=1)
-    fim_context: float = flag(0.0, "of it, too, on a corpus of --pack=context", at_least=0, at_most=0.75)
     rounds: int = flag(20, f"rounds of {MILLIONS_IN_ROUND} million characters", at_least=1)
 
 
@@ -61,7 +60,7 @@ class Recorder:
 
     def encode_infills(self, infills):
         documents = self._tokenizer.encode_infills(infills)
-        self.counts.append(sum(len(text) for infill in infills for text in (*infill[:3], *infill.context)))
+        self.counts.append(sum(len(text) for infill in infills for text in infill))
         self.ended = time.perf_counter()
         return documents
 
@@ -113,7 +112,7 @@ def compare_all(flags, shards, tokenizer):
     plain = Recorder(tokenizer)
     fim = Recorder(tokenizer)
     rows = replace(rows, num_lanes=4)
-    infilling = Infilling(flags.fim_rate, rows.seed, context=flags.fim_context)
+    infilling = Infilling(flags.fim_rate, rows.seed)
     with open_loader(plain, rows) as without, open_loader(fim, rows, infilling=infilling) as with_fim:
         compare(UNIT, {"without": partial(load, without, plain), "--fim_rate": partial(load, with_fim, fim)},
                 flags.rounds, reference="without")

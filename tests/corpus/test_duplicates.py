@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from nanochat.corpus import duplicates
 from nanochat.corpus.duplicates import NEAR_DUPLICATE_SIMILARITY, bands, find_duplicates
-from nanochat.corpus.runs import NUM_PERMUTATIONS, RUN_SCHEMA, VALUES_PER_BAND, load_index, write_run
+from nanochat.corpus.runs import NUM_PERMUTATIONS, VALUES_PER_BAND, load_index, write_run
 from nanochat.corpus.workers import worker_pool
 
 
@@ -25,7 +25,7 @@ def make_runs(folder, seed, sizes, num_keys, num_signatures, changes):
                       "signature": row.tobytes(), **bands(row.tobytes())}
                      for key, row in zip(rng.integers(0, num_keys, size).tolist(), signatures, strict=True)]
         paths.append(folder / f"run_{number:05d}.parquet")
-        write_run(paths[-1], RUN_SCHEMA, documents)  # which sorts them
+        write_run(paths[-1], documents)  # which sorts them
         found += [np.frombuffer(document["signature"], np.uint32) for document in documents]
     return paths, np.stack(found)
 

@@ -122,7 +122,7 @@ def test_the_bytes_are_those_of_one_machine_though_nodes_and_the_command_are_kil
     cost = re.search(r"node-hours, \d+ CPU-seconds in \d+ tasks \((\d+) repeated\), .* most (\d+) of \d+ MB", output)
     assert int(cost[1]) >= 2 and int(cost[2]) > 50
 
-    process = start(address, f"--out_dir={tmp_path / 'again'}", *flags, "--pack=project")
+    process = start(address, f"--out_dir={tmp_path / 'again'}", *flags)
     scans = tmp_path / "again" / ".work" / "scans"
     while process.poll() is None and len(list(scans.glob("*/stats.json"))) < 3:
         time.sleep(0.001)
@@ -131,13 +131,13 @@ def test_the_bytes_are_those_of_one_machine_though_nodes_and_the_command_are_kil
     assert process.returncode == -signal.SIGKILL, output
     kept = {path: path.stat().st_mtime_ns for path in scans.rglob("*.parquet") if ".partial" not in str(path)}
     assert kept and not (tmp_path / "again" / "val").exists()
-    prepare(tmp_path / "packed", *flags, "--pack=project")
-    process = start(address, f"--out_dir={tmp_path / 'again'}", *flags, "--pack=project")
-    while process.poll() is None and not list((tmp_path / "again" / ".work").glob("*/packed/*/*.parquet")):
+    prepare(tmp_path / "here", *flags)
+    process = start(address, f"--out_dir={tmp_path / 'again'}", *flags)
+    while process.poll() is None and not list((tmp_path / "again" / ".work").glob("*/*/shard_*.parquet")):
         time.sleep(0.001)
     assert all(not path.exists() or path.stat().st_mtime_ns == kept[path] for path in kept), "it was scanned again"
     finish(process)
-    assert shard_hashes(tmp_path / "again") == shard_hashes(tmp_path / "packed")
+    assert shard_hashes(tmp_path / "again") == shard_hashes(tmp_path / "here")
 
     process = start(address, f"--out_dir={tmp_path / 'large'}", *flags[:1], "--shard_bytes=1000000000")
     output, _ = process.communicate(timeout=100)

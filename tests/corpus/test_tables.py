@@ -237,7 +237,6 @@ for path in map(Path, sys.argv[1:]):
     (ROWS, ["--where=" + "not " * 5000 + "score"], "--where=not .* cannot be read|--where"),
     (ROWS, ["--where=score > 99"], r"no C or C\+\+ file is left of 80 \(dropped: 80 where\)"),
     (ROWS[:2], [], "of 2 documents none is held out for validation: give a larger --val_fraction"),
-    (ROWS, ["--pack=project"], "--pack=project needs whole projects, and a is a table"),
 ])
 @pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
 def test_a_column_or_condition_that_does_not_fit_is_one_line(tmp_path, rows, flags, message, suffix):

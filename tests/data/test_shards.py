@@ -207,6 +207,17 @@ def test_files_without_text_are_named(tmp_path):
         open_shards([write(tmp_path / "empty.parquet", ["", None, ""]), write(tmp_path / "none.parquet", [])])
 
 
+def test_shards_of_whole_projects_are_refused_and_of_files_with_a_context_read_as_files(tmp_path):
+    """Earlier versions could write both, with the metadata pack."""
+    table = pa.table({"text": ["int x;", "int y;"], "context": ["\0a.h\nint a;\n", None]})
+    for how in ("project", "context"):
+        pq.write_table(table.replace_schema_metadata({"pack": how}), tmp_path / f"{how}.parquet")
+    with pytest.raises(BadInput, match=r"project\.parquet .*--pack=project, which is gone.* prepare the corpus again"):
+        open_shards([tmp_path / "project.parquet"])
+    shards = open_shards([tmp_path / "context.parquet"])
+    assert list(whole_texts(shards)) == ["int x;", "int y;"]
+
+
 @pytest.mark.parametrize("checksums, offset, content", [
     (False, 0, bytes(100)),  # the page's header
     (True, 5000, b"?"),  # one byte: seen because the page was written with a checksum

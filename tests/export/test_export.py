@@ -257,8 +257,6 @@ def test_the_card_says_what_is_known(tmp_path, run, trained, byte_tokenizer_dir)
         assert text in card
     assert "BSD-3-Clause" not in card
     assert names(tmp_path / "out") == sorted(export.FILES)
-    manifest["totals"]["base_data_v3"] |= {"documents": 2, "files": 6}  # of prepare_data --pack=project
-    assert "6 files with 700 b" in card_of(make_meta(), manifest)
     assert "--seq_len_ramp=0:8,2:16\n" in card_of(make_meta(flags={"seq_len_ramp": "0:8,2:16"}))
     assert "base_train --layer_gates=on --value_embeddings=off --seed=0\n" in card_of(make_meta(flags={
         "layer_gates": "on", "value_embeddings": "off", "seed": 0}))

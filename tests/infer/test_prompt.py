@@ -99,7 +99,7 @@ def test_the_suffix_ends_with_a_line_where_it_can(tokenizer):
     assert first_tokens(tokenizer, "漢" * 9, 10) == "漢" * 3
 
 
-def test_other_files_stand_in_front_as_in_training(texts_of, tokenizer):
+def test_other_files_stand_in_front_of_a_gap_as_training_shows_it(texts_of, tokenizer):
     extra = [("far.h", LINES), ("b/near.h", "// Adds.\n\nint add(int, <|fim_suffix|>);\n"), ("x", "// nothing\n")]
     assert "near.h" not in str(texts_of("int a;\n", "\n", extra=extra))
     prompt = gap_prompt(tokenizer, "int a;\n", "\n", 600, extra=extra, extra_tokens=100)
@@ -108,9 +108,9 @@ def test_other_files_stand_in_front_as_in_training(texts_of, tokenizer):
     assert near == "b/near.h\nint add(int, <|fim_suffix|>);\n" and far.startswith("far.h\n") and far.endswith("\n")
     ids, _ = encode_prompt(tokenizer, prompt.parts)
     assert ids.count(tokenizer.special("<|fim_suffix|>")) == 1  # the name in the text is text
-    # As a row of training with these files.
-    row = Infill(prompt.head[6], prompt.head[8], prompt.line + "int b;", (far, near))
-    assert list(tokenizer.encode_infills([row])[0][0])[:len(ids)] == ids
+    own = ids[ids.index(tokenizer.special("<|fim_prefix|>")):]
+    row = Infill(prompt.head[6], prompt.head[8], prompt.line + "int b;")
+    assert list(tokenizer.encode_infills([row])[0][0])[1:len(own) + 1] == own
     for long in (LINES, "int a;\n"):  # a prefix that fills the room leaves a quarter for them
         prompt = gap_prompt(tokenizer, long * 20, "\n", 400, extra=[("far.h", LINES)] * 9, extra_tokens=1000)
         assert 40 < sum(len(text) for text in prompt.head[2:prompt.head.index(Special("<|fim_prefix|>")):2]) < 100

@@ -1,6 +1,6 @@
 import pytest
 
-from nanochat.data.shards import TextPiece, open_shards
+from nanochat.data.shards import open_shards
 from nanochat.judge.gaps import DOCUMENT_KINDS, document_gaps, function_gaps, read_documents, spans
 from nanochat.judge.problems import read_problems
 
@@ -41,13 +41,6 @@ def test_gaps_depend_on_the_texts_and_the_seed_and_not_on_their_order(corpus_dir
     texts = [document.text for document in documents]
     assert all(gap.prefix + gap.middle + gap.suffix in texts and gap.middle for gap in gaps)
     assert len({gap.name for gap in gaps}) == len(gaps)
-
-
-def test_a_gap_comes_with_the_other_files_that_stand_with_its_document():
-    context = "\0b.h\nint b;\n\0a/a.h\nint a;\nint c;\n"
-    pieces = [TextPiece(0, 0, True, CODE, context=context), TextPiece(1, 0, True, CODE)]
-    found = {gap.others for gap in document_gaps(pieces, 2, seed=0)}
-    assert found == {(), (("b.h", "int b;\n"), ("a/a.h", "int a;\nint c;\n"))}
 
 
 def test_gaps_are_cut_from_solutions():

@@ -33,8 +33,6 @@ from tests.warm import TIMEOUT_S
     (["--profile_steps=3:7"], "END at most the run's 6 steps"),
     (["--fim_rate=2"], "--fim_rate=2"),
     (["--fim_rate=0.5"], "--fim_rate=0.5 needs rows .* --max_seq_len=32 is less than 64"),
-    (["--fim_context=0.5"], "--fim_context=0.5 needs --fim_rate"),
-    (["--fim_rate=0.5", "--fim_context=0.5", "--max_seq_len=64"], "--fim_context=0.5: .* has no context"),
     (["--fim_rate=0.5", "--max_seq_len=64", "--synthetic_data"], "--fim_rate=0.5 .* --synthetic_data"),
     (["--dept=4"], "--dept=4 is not a flag: did you mean --depth\\?$"),
     (["--batch_size=8"], r"did you mean --device_batch_size \(rows .*\) or --total_batch_size \(tokens .*\)\?$"),

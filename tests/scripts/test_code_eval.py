@@ -13,7 +13,6 @@ from nanochat.common import BadInput
 from nanochat.data.tokenizer import load_tokenizer
 from nanochat.device.ranks import Dist, compute_init
 from nanochat.infer.sample import Sampling
-from nanochat.judge.gaps import Gap
 from nanochat.judge.writer import Writer
 from scripts import code_eval as script
 from scripts.code_eval import main
@@ -130,17 +129,6 @@ def test_bits_of_a_text_are_those_of_the_models_probabilities(byte_tokenizer_dir
     long = "x" * 500
     assert writer.bits(long, "y") > 0  # longer than the model's context
     assert writer.bits("", 4 * long) == pytest.approx(4 * writer.bits("", long), rel=0.05)  # so is the text itself
-
-
-def test_a_gap_is_asked_after_the_other_files_that_an_editor_would_send(byte_tokenizer_dir):
-    tokenizer = load_tokenizer(byte_tokenizer_dir)
-    model = make_model(vocab_size=tokenizer.n_vocab)
-    gap = Gap("g", "block", "int f() {", " return a; ", "}\n", others=(("a.h", "int a;\n"),))
-    bits = []
-    for extra_tokens in (0, 32):
-        writer = Writer(model, tokenizer, Dist("cpu", torch.device("cpu")), Sampling(0, 10, 1.0), extra_tokens)
-        bits.append(writer.fill_gap(gap)[0]["bits"])
-    assert bits[0] != bits[1]
 
 
 def test_solutions_are_checked_without_a_model(code_eval, tmp_path, capsys):

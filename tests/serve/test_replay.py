@@ -2,7 +2,7 @@
 from dev import bench_replay as replay
 from dev.bench_replay import Block, Person
 from nanochat.data.shards import TextPiece
-from tests.corpus.projects import cpp, prepare, write_table
+from tests.corpus.projects import write_table
 from tests.serve.conftest import SOURCE
 
 BODY = "    return a + b;\n}\n\nint twice(int a) {\n    return add(a, a);"
@@ -11,7 +11,7 @@ BLOCK = Block(0, SOURCE[:SOURCE.index(BODY)], BODY, "\n}\n")
 
 def oracle(seconds):
     """Completes with the rest of BODY, which takes so many seconds."""
-    def complete(before, after, others):
+    def complete(before, after):
         assert after == "\n}\n"
         typed = before[len(BLOCK.before):]
         return (BODY[len(typed):] if BODY.startswith(typed) else "wrong"), seconds
@@ -51,26 +51,7 @@ def test_the_bench_says_what_a_model_saves(gap_run, byte_tokenizer_dir, tmp_path
                  "--device_type=cpu", "--blocks=2", "--lines=4", "--max_tokens=8"])
     output = capsys.readouterr().out
     assert "nothing: 0.0% of" in output and "the model alone: " in output and "copies alone: " in output
-    assert "other files" not in output
     assert "  start of a line: " in output and " shown completions accepted; p50 " in output
-
-
-def test_other_files_of_the_project_are_shown_where_the_corpus_has_them(gap_run, byte_tokenizer_dir, tmp_path,
-                                                                        monkeypatch, capsys):
-    for name, text in {"p/a.h": SOURCE, "p/main.cpp": f'#include "a.h"\n{cpp(0, 99)}', "q/b.h": cpp(1)}.items():
-        path = tmp_path / "in" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    prepare(tmp_path / "out", f"--projects_dir={tmp_path / 'in'}", "--pack=context", "--val_projects=p")
-    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(gap_run))
-    given = []
-    monkeypatch.setattr(replay, "asks", lambda completer, tokens: lambda before, after, others: (
-        given.append((completer.extra_tokens, completer.copies, others)), ("", 0.0))[1])
-    replay.main(["--checkpoint=tiny", f"--data_dir={tmp_path}/out/val", f"--tokenizer_dir={byte_tokenizer_dir}",
-                 "--device_type=cpu", "--blocks=1", "--lines=1"])
-    others = (("a.h", SOURCE.replace("\n\n", "\n")),)
-    assert set(given) == {(0, True, others), (0, False, others), (64, True, others), (64, False, others)}
-    assert "the model alone, with other files: 0.0% of" in capsys.readouterr().out
 
 
 def test_blocks_begin_with_a_line_that_is_not_blank():
