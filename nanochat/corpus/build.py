@@ -10,8 +10,8 @@ import numpy as np
 from nanochat.common import BadInput, flag, say, written_whole
 from nanochat.corpus import corpus, manifest
 from nanochat.corpus.duplicates import find_duplicates
-from nanochat.corpus.filters import page, parse_filters
-from nanochat.corpus.manifest import FILTERS_PAGE, MANIFEST, TRAIN_DIR, VAL_DIR, all_dropped
+from nanochat.corpus.filters import parse_filters
+from nanochat.corpus.manifest import MANIFEST, TRAIN_DIR, VAL_DIR, all_dropped
 from nanochat.corpus.ray_cluster import RayRun
 from nanochat.corpus.runs import Index, load_index
 from nanochat.corpus.scan import HELD_OUT, RECIPE, ScanOptions, scan, telling_sequences
@@ -31,7 +31,7 @@ class CorpusFlags:
     val_projects: list = flag((), "hold out these projects instead, separated by commas", of=names)
     exclude_problems: list = flag((), "drop documents that contain prompts of these problems: files, or own, "
                                   "separated by commas; own: the project's", of=names)
-    filters: list = flag((), "drop documents by these filters, separated by commas, or all; docs/data.md",
+    filters: list = flag((), "secrets: drop documents with keys or tokens; emails: replace addresses; or all, for both",
                          of=parse_filters)
     licences: str = flag("any", "keep documents of these licences", choices=("any", "permissive"))
     eval_only: bool = flag(False, f"make an evaluation corpus: only {VAL_DIR}/")
@@ -102,10 +102,6 @@ def build(sources, flags, excluded, run, staging):
     options = ScanOptions(flags.seed, flags.max_file_bytes, telling_sequences(excluded.texts), val_fraction,
                           flags.filters, flags.licences)
     directories, stats = scan_all(sources, options, staging.parent / "scans", run)
-    if flags.filters:
-        found = [json.loads((directory / "examples.json").read_text()) for directory in directories]
-        num_files = sum(stat["files"] for stat in stats)
-        (staging / FILTERS_PAGE).write_text(page(found, all_dropped(stats), num_files), encoding="utf-8")
     val_projects = split_projects(sources, stats, flags)
     is_val = np.array([source.project in val_projects for source in sources])
     documents = unique_documents(directories, stats, is_val, flags, run)

@@ -11,7 +11,6 @@ from nanochat.corpus import corpus
 TRAIN_DIR = "base_data_v3"
 VAL_DIR = "val"
 MANIFEST = "manifest.json"
-FILTERS_PAGE = "filters.html"
 
 
 def make_manifest(flags, sources, stats, val_projects, totals):
@@ -51,7 +50,7 @@ def counts(dropped):
 def publish(staging, out_dir):
     """Moves a finished corpus to the directories in which training looks for it. If killed, it can be called again."""
     # The manifest moves last, because `holds` takes a folder with a manifest for whole.
-    for name in (TRAIN_DIR, VAL_DIR, FILTERS_PAGE, MANIFEST):
+    for name in (TRAIN_DIR, VAL_DIR, MANIFEST):
         if (staging / name).exists():
             os.replace(staging / name, out_dir / name)
 
@@ -98,8 +97,6 @@ def read_manifest(out_dir):
 
 def check_out_dir(out_dir):
     """Raises BadInput if the corpus cannot be put into `out_dir`, because something else is there."""
-    if (out_dir / FILTERS_PAGE).exists() and not (out_dir / MANIFEST).exists():
-        raise BadInput(f"{out_dir / FILTERS_PAGE} is not of a corpus: move it away, or choose another --out_dir")
     for name in (TRAIN_DIR, VAL_DIR):
         path = out_dir / name
         if path.is_symlink() or path.exists() and not path.is_dir():
@@ -117,6 +114,4 @@ def report(manifest, out_dir):
               f"{total['shards']} shards")
     if manifest["val_projects"]:
         say(f"projects held out for validation: {', '.join(manifest['val_projects'])}")
-    if manifest["flags"]["filters"]:
-        say(f"what the filters dropped and just kept: {out_dir / FILTERS_PAGE}")
     print(f"versions, licences and numbers of files: {out_dir / MANIFEST}")

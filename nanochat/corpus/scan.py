@@ -11,7 +11,7 @@ from pathlib import Path
 from nanochat.common import SUFFIXES
 from nanochat.corpus.archives import MAX_LICENCE_BYTES
 from nanochat.corpus.duplicates import bands, signature
-from nanochat.corpus.filters import EMAILS, Filters, is_permissive, replace_emails
+from nanochat.corpus.filters import EMAILS, SECRETS, has_secret, is_permissive, replace_emails
 from nanochat.corpus.runs import RUN_SCHEMA, key_of, write_run
 from nanochat.corpus.sources import LICENCE_FILE, check_sums, check_unchanged, iter_files, readable
 from nanochat.corpus.tables import Row, iter_rows
@@ -200,8 +200,7 @@ def scan(source, scans_dir, options):
 
     Besides run_*.parquet, and run_*_val.parquet for held-out documents of a table, the directory holds stats.json: the
     numbers of files, of documents and bytes kept, of files dropped for each reason, of documents under each licence,
-    and of the held-out ones among them; and examples.json, what filters dropped and just kept. Raises BadInput if the
-    source cannot be read.
+    and of the held-out ones among them. Raises BadInput if the source cannot be read.
     """
     identity = json.dumps([RECIPE, RUN_SCHEMA.names, source.identity(), options.identity()])
     finished = Path(scans_dir, hashlib.blake2b(identity.encode(), digest_size=12).hexdigest())
@@ -217,7 +216,6 @@ def scan(source, scans_dir, options):
         if reason := found.add(row):
             found.dropped[reason] += 1
     found.write_runs()
-    (folder / "examples.json").write_text(json.dumps(found.filters.examples))
     stats = {**found.stats, "dropped": found.dropped, "licences": found.licences,
              "held_out_licences": found.held_out_licences}
     (folder / "stats.json").write_text(json.dumps(stats))
@@ -260,7 +258,6 @@ class _Scan:
         self.folder = folder
         self.options = options
         self.licence_of = (lambda path: "unknown") if source.table else licence_finder(source)
-        self.filters = Filters(options.filters)
         self.stats = Counter(files=0, documents=0, bytes=0, held_out_documents=0, held_out_bytes=0, recoded=0,
                              emails_replaced=0, runs=0)
         self.dropped = Counter()
@@ -279,20 +276,18 @@ class _Scan:
         licence = spdx[1].decode() if spdx else row.licence or self.licence_of(row.path)
         if self.options.licences == "permissive" and not is_permissive(licence):
             return "licence"
-        path = os.fsencode(row.path).decode("utf-8", "replace")
-        source = row.project or self.source.label
-        key = key_of(text, self.options.seed)
-        if dropping := self.filters.dropping(text, f"{source}: {path}", key):
-            return dropping
+        if SECRETS in self.options.filters and has_secret(text):
+            return SECRETS
         self.stats["recoded"] += note == "recoded"
         if EMAILS in self.options.filters:
             replaced = replace_emails(text)
             self.stats["emails_replaced"] += replaced != text
             text = replaced
-            key = key_of(text, self.options.seed)
+        path = os.fsencode(row.path).decode("utf-8", "replace")
         minhash = signature(text)
-        self.keep(row.group, {"text": text, "path": path, "source": source, "licence": licence, "key": key,
-                              "nbytes": len(text), "signature": minhash, **bands(minhash)})
+        self.keep(row.group, {"text": text, "path": path, "source": row.project or self.source.label,
+                              "licence": licence, "key": key_of(text, self.options.seed), "nbytes": len(text),
+                              "signature": minhash, **bands(minhash)})
         return ""
 
     def keep(self, group, document):

@@ -11,11 +11,11 @@ from pathlib import Path
 from statistics import fmean
 
 import numpy as np
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from nanochat.common import BadInput, say
 from nanochat.judge.gaps import Gap
 from nanochat.judge.judge import PASSED, Verdict
-from nanochat.record.page import fill
 
 Z = 1.959964  # of the 95% interval of a normal distribution
 DRAWS = 10_000
@@ -252,5 +252,7 @@ def make_page(settings, records, texts, differences=()):
     problems = []
     for name, samples in by_name(records).items():
         problems.append((name, samples, count_passed(samples), *texts[name]))
-    return fill(Path(__file__).with_name("page.html"), settings=settings, scores=summarise(records),
-                differences=differences, problems=problems, passed=PASSED)
+    environment = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True,
+                              undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    return environment.get_template("page.html").render(
+        settings=settings, scores=summarise(records), differences=differences, problems=problems, passed=PASSED)

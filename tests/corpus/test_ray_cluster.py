@@ -117,7 +117,7 @@ def test_the_bytes_are_those_of_one_machine_though_nodes_and_the_command_are_kil
     assert shard_hashes(tmp_path / "nodes") == shard_hashes(tmp_path / "whole")
     assert manifest(tmp_path / "nodes") == manifest(tmp_path / "whole")
     assert {path.name for path in (tmp_path / "nodes").iterdir()} == {
-        "base_data_v3", "val", "manifest.json", "filters.html", ".prepare_data.lock"}
+        "base_data_v3", "val", "manifest.json", ".prepare_data.lock"}
     assert len(raylets) == 1 and output.count("was lost with its worker or node: try 2 of 5") >= 2
     cost = re.search(r"node-hours, \d+ CPU-seconds in \d+ tasks \((\d+) repeated\), .* most (\d+) of \d+ MB", output)
     assert int(cost[1]) >= 2 and int(cost[2]) > 50
