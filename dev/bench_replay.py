@@ -19,7 +19,7 @@ from functools import cache
 
 from nanochat.checkpoint.on_disk import find_checkpoint
 from nanochat.common import BadInput, flag, read_flags, run_script
-from nanochat.data.shards import TextFlags, open_text, whole_pieces
+from nanochat.data.shards import TextFlags, open_text, whole_texts
 from nanochat.device.ranks import compute_cleanup, compute_init, prepare_xla_environment
 from nanochat.infer.load import ModelFlags, resolve_inference_device_type
 from nanochat.infer.sample import Sampling
@@ -49,23 +49,21 @@ class Block:
     after: str
 
 
-def read_pieces(flags, least_characters):
-    """Returns the TextPieces in the first shards of TextFlags that have so many characters. Raises BadInput if none
-    has."""
+def read_texts(flags, least_characters):
+    """Returns the texts in the first shards of TextFlags that have so many characters. Raises BadInput if none has."""
     shards = open_text(flags)[:4]
-    pieces = [piece for piece in whole_pieces(shards) if len(piece.text.strip()) > least_characters]
-    if not pieces:
+    texts = [text for text in whole_texts(shards) if len(text.strip()) > least_characters]
+    if not texts:
         raise BadInput(f"--data_dir={flags.data_dir} has no document of {least_characters} characters: name another")
-    return pieces
+    return texts
 
 
-def choose_blocks(pieces, flags):
-    """Returns Blocks of random TextPieces. Each begins with a line that is not blank."""
+def choose_blocks(texts, flags):
+    """Returns Blocks of random texts. Each begins with a line that is not blank."""
     generator = random.Random(0)
     blocks = []
     for number in range(flags.blocks):
-        piece = generator.choice(pieces)
-        lines = piece.text.splitlines(keepends=True)
+        lines = generator.choice(texts).splitlines(keepends=True)
         begin = generator.choice([i for i, line in enumerate(lines) if line.strip()])
         chosen = "".join(lines[begin:begin + flags.lines])
         text = chosen.rstrip()
@@ -173,7 +171,7 @@ def show(name, person):
 
 def main(argv=None):
     of_model, flags = read_flags(argv, __doc__, {ModelFlags: "model", Flags: "flags"})
-    blocks = choose_blocks(read_pieces(flags, least_characters=2000), flags)
+    blocks = choose_blocks(read_texts(flags, least_characters=2000), flags)
     device_type = resolve_inference_device_type(of_model.device_type)
     prepare_xla_environment(device_type)
     path = find_checkpoint(of_model.checkpoint)

@@ -16,7 +16,7 @@ from multiprocessing import get_context, parent_process
 
 import torch
 
-from dev.bench_replay import read_pieces
+from dev.bench_replay import read_texts
 from nanochat.common import BadInput, end_with_parent, flag, read_flags, run_script
 from nanochat.data.shards import TextFlags
 from nanochat.data.tokenizer import load_tokenizer
@@ -80,8 +80,8 @@ def ask(connection, body):
     return seconds, json.loads(answer)
 
 
-def type_texts(port, pieces, flags):
-    """Types at random places of TextPieces, and prints how long the answers took."""
+def type_texts(port, texts, flags):
+    """Types at random places of the texts, and prints how long the answers took."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=REQUEST_TIMEOUT_S)
     generator = random.Random(0)
     # At a new place the engine reads the whole prompt. The further characters change only its last line.
@@ -89,7 +89,7 @@ def type_texts(port, pieces, flags):
     further = []
     read = []  # tokens that the model read anew
     for _ in range(flags.places):
-        text = generator.choice(pieces).text
+        text = generator.choice(texts)
         begin = generator.randrange(2000, len(text) - 1000 - flags.characters)
         for cursor in range(begin, begin + flags.characters):
             before, _, line = text[:cursor].rpartition("\n")
@@ -111,7 +111,7 @@ def type_texts(port, pieces, flags):
 
 def main(argv=None):
     (flags,) = read_flags(argv, __doc__, {Flags: "flags"})
-    pieces = read_pieces(flags, least_characters=4000 + flags.characters)
+    texts = read_texts(flags, least_characters=4000 + flags.characters)
     # The server has a process of its own, so that it does not share Python's lock with the client.
     context = get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
@@ -126,7 +126,7 @@ def main(argv=None):
             port = receiver.recv()
         except EOFError:
             raise BadInput("the server has ended: see above") from None
-        type_texts(port, pieces, flags)
+        type_texts(port, texts, flags)
     finally:
         server.terminate()
         server.join(10)

@@ -308,17 +308,11 @@ def all_pieces(shards):
                     first_piece = pieces[-1].index + 1
 
 
-def whole_pieces(shards):
-    """Yields the documents that are one TextPiece and valid UTF-8: nearly all."""
+def whole_texts(shards):
+    """Yields the texts of the documents that are one TextPiece and valid UTF-8: nearly all."""
     for piece in all_pieces(shards):
         if piece.index == 0 and piece.is_last and isinstance(piece.text, str):
-            yield piece
-
-
-def whole_texts(shards):
-    """Yields the texts of whole_pieces."""
-    for piece in whole_pieces(shards):
-        yield piece.text
+            yield piece.text
 
 
 def read_columns(shard, *names):

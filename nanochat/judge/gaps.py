@@ -8,7 +8,7 @@ import random
 import re
 from dataclasses import dataclass
 
-from nanochat.data.shards import whole_pieces
+from nanochat.data.shards import whole_texts
 
 DOCUMENT_KINDS = ("single line", "several lines", "random span", "block", "arguments", "condition")
 FUNCTION_KINDS = ("single line", "several lines")
@@ -44,13 +44,11 @@ class Gap:
         return judge.check_syntax(self.prefix + text + self.suffix)
 
 
-def document_gaps(documents, num_per_kind, seed):
-    """Returns up to `num_per_kind` Gaps of each of DOCUMENT_KINDS, at most one of a kind from each of the `documents`,
-    TextPieces."""
+def document_gaps(texts, num_per_kind, seed):
+    """Returns up to `num_per_kind` Gaps of each of DOCUMENT_KINDS, at most one of a kind from each of the `texts`."""
     gaps = {kind: [] for kind in DOCUMENT_KINDS}
-    # Sorted by a hash, so the first documents are a random choice.
-    for key, document in sorted((_key(seed, document.text), document) for document in documents):
-        text = document.text
+    # Sorted by a hash, so the first texts are a random choice.
+    for key, text in sorted((_key(seed, text), text) for text in texts):
         rng = random.Random(key)
         for kind in DOCUMENT_KINDS:
             if kind == "random span":
@@ -83,10 +81,10 @@ def function_gaps(problems, num_per_kind, seed):
 
 
 def read_documents(shards):
-    """Yields the TextPieces of Shards that are neither very short nor very long."""
-    for piece in whole_pieces(shards):
-        if MIN_DOCUMENT_CHARACTERS <= len(piece.text) <= MAX_DOCUMENT_CHARACTERS:
-            yield piece
+    """Yields the texts of Shards that are neither very short nor very long."""
+    for text in whole_texts(shards):
+        if MIN_DOCUMENT_CHARACTERS <= len(text) <= MAX_DOCUMENT_CHARACTERS:
+            yield text
 
 
 def _key(seed, text):

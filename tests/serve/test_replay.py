@@ -1,7 +1,6 @@
 """The bench that types held-out files again with completions."""
 from dev import bench_replay as replay
 from dev.bench_replay import Block, Person
-from nanochat.data.shards import TextPiece
 from tests.corpus.projects import write_table
 from tests.serve.conftest import SOURCE
 
@@ -57,6 +56,6 @@ def test_the_bench_says_what_a_model_saves(gap_run, byte_tokenizer_dir, tmp_path
 def test_blocks_begin_with_a_line_that_is_not_blank():
     flags = replay.Flags(blocks=20, lines=3)
     texts = "\n\nint x;\n\n\n\n", SOURCE
-    for block in replay.choose_blocks([TextPiece(0, 0, True, text) for text in texts], flags):
+    for block in replay.choose_blocks(texts, flags):
         assert block.text.strip() and block.text == block.text.rstrip()
         assert block.before + block.text + block.after in texts
