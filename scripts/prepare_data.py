@@ -9,7 +9,6 @@ It may be killed at any time: the same command resumes and makes the same shards
 import os
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -107,14 +106,15 @@ def check_apart(sources, flags, out_dir):
         raise BadInput(f"--out_dir={out_dir} is in {around[0]}, which is read as a source: choose another --out_dir")
 
 
-def choose_engine(places):
-    """Returns the function engine(task_bytes) of build.prepare. Raises BadInput if the cluster cannot be reached."""
+def choose_engine(places, task_bytes):
+    """Returns the engine of build.prepare. Raises BadInput if the cluster cannot be reached. task_bytes: the memory
+    that a task may take."""
     workers = None if places.workers == -1 else places.workers
     if places.engine == "ray":
-        return partial(ray_cluster, find_address(places.ray_address), workers, places.ray_open)
+        return ray_cluster(find_address(places.ray_address), workers, places.ray_open, task_bytes)
     if places.ray_address or places.ray_open:
         raise BadInput("--ray_address and --ray_open need --engine=ray: give that too, or leave them out")
-    return lambda task_bytes: worker_pool(workers or min(os.cpu_count(), 8))
+    return worker_pool(workers or min(os.cpu_count(), 8))
 
 
 def main(argv=None):
@@ -128,7 +128,7 @@ def main(argv=None):
     excluded = Excluded(tuple(problem.prompt for problem in problems), digest(problems))
     out_dir = require_writable_dir(places.out_dir or get_base_dir() / "parquet").absolute()  # for nodes of a cluster
     cache_dir = (places.cache_dir or get_base_dir() / "downloads").absolute()
-    engine = choose_engine(places)
+    engine = choose_engine(places, flags.task_bytes)
     busy = f"another prepare_data is writing to {out_dir}: wait for it or choose another --out_dir"
     try:
         with locked(out_dir / LOCK_FILE, busy):

@@ -38,6 +38,11 @@ class CorpusFlags:
     shard_bytes: int = flag(100_000_000, "bytes of text in one shard", at_least=1, at_most=1_000_000_000)
     seed: int = flag(1337, "seed of the split and of the order of documents", at_least=0)
 
+    @property
+    def task_bytes(self):
+        """The memory in bytes that a task of this corpus may take, with a margin above measurements."""
+        return 600_000_000 + 6 * max(self.shard_bytes, self.max_file_bytes)
+
 
 @dataclass(frozen=True)
 class Excluded:
@@ -58,8 +63,7 @@ class Documents:
 
 def prepare(sources, flags, excluded, engine, out_dir):
     """Makes the corpus, or resumes making it; does nothing if `out_dir` already holds it. flags: CorpusFlags.
-    engine(task_bytes): returns a context manager of run(function, calls, done), as worker_pool; task_bytes is the
-    memory that a task may take."""
+    engine: a context manager of run(function, calls, done), as worker_pool."""
     identity = identity_of(sources, flags, excluded)
     work_dir = out_dir / ".work"
     staging = work_dir / identity
@@ -75,7 +79,7 @@ def prepare(sources, flags, excluded, engine, out_dir):
         staging.mkdir(parents=True, exist_ok=True)
         require_disk(staging, total_bytes(sources), "the corpus")
         remove_leftovers(work_dir)
-        with engine(task_bytes(flags)) as run:
+        with engine as run:
             made = build(sources, flags, excluded, run, staging)
         with written_whole(staging / MANIFEST) as path:
             path.write_text(json.dumps({"identity": identity, **made}, indent=1))
@@ -148,11 +152,6 @@ def require_disk(directory, nbytes, what):
     if free < nbytes:
         raise BadInput(f"{what} needs about {nbytes / 1e6:.0f} MB in {directory}, which has {free / 1e6:.0f} MB free: "
                        "free some space or choose another --out_dir")
-
-
-def task_bytes(flags):
-    """Returns the memory in bytes that a task of this corpus may take, with a margin above measurements."""
-    return 600_000_000 + 6 * max(flags.shard_bytes, flags.max_file_bytes)
 
 
 # The steps
