@@ -31,6 +31,7 @@ NAME=${ARGS[0]:-$NAME}
 facts "$TYPE"
 need_room
 settle "$NAME"
+[ -n "$PROJECT" ] || die 4 "gcloud does not say what its project is: give --project"
 ZONES=$(all_zones) lookup "$NAME"
 [ "$VM_STATE" != unknown ] || cannot_tell "$NAME"
 [ "$VM_STATE" = absent ] || die 6 "$NAME exists already: $VM_STATE $VM_HEALTH in $VM_ZONE"
@@ -54,18 +55,22 @@ fi
 # write_limit ZONE writes the VM's startup script. It sets the limit at the first boot, and starts it at the others.
 write_limit() {
   limit_after "$MAX_HOURS" "projects/$PROJECT/locations/$1/nodes/$NAME"
+  created_s=$SECONDS
   { printf '#!/bin/bash\nexport HOME=~root\n'; cat "$LIB/on_vm.sh" "$LIB/limit.sh"
     # shellcheck disable=SC2016  # it is evaluated on the VM
-    printf 'if [ -s ~/nanochat.d/limit ]; then bash ~/nanochat.d/limit start; else set_limit %s; fi\n' \
+    printf 'if [ -s ~/nanochat.d/limit ]; then bash ~/nanochat.d/limit start_limit; else set_limit %s; fi\n' \
       "$(quote "${limit[@]}")"; } >"$TMP/startup"
 }
-# check_limit tells whether the VM may delete itself at its limit. Only its own service account knows.
+# check_limit sets the limit again, in case the startup script did not run, and tells whether the VM may delete itself:
+# only its own service account knows.
 check_limit() {
-  local answer
+  local answer script
   aim
-  # shellcheck disable=SC2016
-  answer=$(WORKER=0 retry vm 0 "$(cat "$LIB/limit.sh")
-may_delete \"\$1\"" "${limit[2]}" 2>&1 | LC_ALL=C tr -cd ' -~\n' | tail -n 1 | cut -c 1-300) || true
+  # shellcheck disable=SC2016  # it is evaluated on the VM
+  script="$(cat "$LIB/limit.sh")"$'\n''set_limit "$@" >&2; may_delete "$3"'
+  limit[0]=$((limit[0] + created_s - SECONDS))
+  answer=$(WORKER=0 limited 180 retry vm 0 "$script" "${limit[@]}" 2>&1 | LC_ALL=C tr -cd ' -~\n' | tail -n 1 |
+    cut -c 1-300) || true
   [ "$answer" != yes ] || { say "$NAME deletes itself before $MAX_HOURS hours are over"; return 0; }
   say "warning: $NAME may not delete itself (${answer:-no answer}). At its limit it only ends its runs, and goes" \
     "on to cost money until this machine deletes it: watch.sh does, or delete.sh $NAME"

@@ -57,7 +57,7 @@ limit_after() {
   local max_s reserve_s=$MARGIN_S
   max_s=$(awk "BEGIN { printf \"%d\", 3600 * $1 }")
   [ "$reserve_s" -le $((max_s / 2)) ] || reserve_s=$((max_s / 2))
-  limit=($(($(date +%s) + max_s)) "$reserve_s" "$2" "$POLL_S")
+  limit=("$max_s" "$reserve_s" "$2" "$POLL_S")
 }
 
 # given NAME returns 0 if a flag has set this variable.

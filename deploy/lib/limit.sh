@@ -29,25 +29,27 @@ may_delete() { # may_delete NODE prints "yes" if the VM's service account may de
   esac
 }
 
-# set_limit END RESERVE_S NODE PAUSE_S: RESERVE_S before END (a Unix time), the VM's runs are ended. NODE, its full name
-# in the API, is deleted when the mirror has their checkpoints and half of the reserve is over, and at END whatever its
-# disk alone has. The newest limit counts. Without NODE the VM stays. Without root the limit does not outlive a reboot.
+# set_limit SECONDS RESERVE_S NODE PAUSE_S: the VM's time ends in so many seconds, by its own clock. RESERVE_S before,
+# its runs are ended. NODE, its full name in the API, is deleted when the mirror has their checkpoints and half of the
+# reserve is over, and at the end whatever its disk alone has. The newest limit counts. Without NODE the VM stays.
+# Without root the limit does not outlive a reboot.
 set_limit() {
-  local sudo="" path=~root/nanochat.d/limit
+  local sudo="" path=~root/nanochat.d/limit end
+  end=$(($(date +%s) + $1))
   if [ "$(id -u)" != 0 ]; then
     if sudo -n true 2>/dev/null; then sudo="sudo -n"; else path=$D/limit; fi
   fi
   $sudo mkdir -p "$(dirname "$path")"
   # shellcheck disable=SC2016  # they are evaluated there
-  { printf '#!/bin/bash\nset -euo pipefail\nEND=%d RESERVE_S=%d NODE=%q PAUSE_S=%q\n' "$@"
+  { printf '#!/bin/bash\nset -euo pipefail\nEND=%d RESERVE_S=%d NODE=%q PAUSE_S=%q\n' "$end" "${@:2}"
     declare -f running ended current note signal_run stop_run load_env mirror_lines checkpoints not_mirrored \
       metadata api end_runs check_limit start_limit
-    echo '"${1}_limit"'; } | $sudo bash -c 'cat >"$0.new" && mv "$0.new" "$0"' "$path"
-  $sudo bash "$path" start
+    echo '"$@"'; } | $sudo bash -c 'cat >"$0.new" && mv "$0.new" "$0"' "$path"
+  $sudo bash "$path" start_limit
 }
 start_limit() {
   if [ "$(id -u)" = 0 ] && [ -d /run/systemd/system ]; then
-    printf '[Service]\nType=oneshot\nTimeoutStartSec=infinity\nExecStart=/bin/bash %s check\n' "$0" \
+    printf '[Service]\nType=oneshot\nTimeoutStartSec=infinity\nExecStart=/bin/bash %s check_limit\n' "$0" \
       >/etc/systemd/system/nanochat-limit.service
     printf '[Timer]\nOnBootSec=60\nOnActiveSec=1\nOnUnitInactiveSec=60\n[Install]\nWantedBy=timers.target\n' \
       >/etc/systemd/system/nanochat-limit.timer
@@ -55,7 +57,7 @@ start_limit() {
     systemctl enable --now nanochat-limit.timer
   else
     # shellcheck disable=SC2016  # it is evaluated there
-    setsid -f flock -n "$0.lock" bash -c 'while :; do bash "$0" check; sleep "$1"; done' "$0" "$PAUSE_S" \
+    setsid -f flock -n "$0.lock" bash -c 'while :; do bash "$0" check_limit; sleep "$1"; done' "$0" "$PAUSE_S" \
       </dev/null >>"$0.log" 2>&1
   fi
 }
@@ -65,8 +67,10 @@ check_limit() {
   now=$(date +%s) last=$((END - (RESERVE_S < 240 ? RESERVE_S / 4 : 60)))
   [ "$now" -ge $((END - RESERVE_S)) ] || return 0
   echo "$(date -u +%FT%TZ) the time of this VM is over"
-  wait_s=$((last - now))
-  unsaved=$(end_runs $((wait_s > 5 ? wait_s : 5)) "the VM's limit is reached: the run ends")
+  wait_s=$((last - now > 5 ? last - now : 5))
+  # Limited in time: it reads what users wrote, such as ~/.tpu_env, which may wait for ever or exit.
+  unsaved=$(timeout -k 1 $wait_s bash "$0" end_runs $wait_s "the VM's limit is reached: the run ends") ||
+    unsaved+=" what other users have is not known"
   now=$(date +%s)
   if [ -z "$NODE" ]; then echo "the VM stays: its name is not known"; return; fi
   if [ "$now" -lt "$last" ]; then
@@ -79,7 +83,8 @@ check_limit() {
   echo "the deletion of $NODE is answered: $answer"
   case $answer in
     *$'\n'2??) ;;
-    *) end_runs 5 "error: this VM could not delete itself at its limit, and costs money: delete.sh ${NODE##*/}" ;;
+    *) timeout -k 1 60 bash "$0" end_runs 5 \
+      "error: this VM could not delete itself at its limit, and costs money: delete.sh ${NODE##*/}" || true ;;
   esac
 }
 # end_runs SECONDS TEXT ends the runs of all users, after writing TEXT, once, into their logs. It prints the checkpoints
@@ -92,7 +97,7 @@ end_runs() {
       log=$D/runs/$(current).log
       [ ! -f "$log" ] || tail -n 50 "$log" | grep -qF "$2" || echo "$2" >>"$log"
       if running; then stop_run "$1" || true; fi
-      load_env
-      not_mirrored )
+      load_env </dev/null >/dev/null 2>&1
+      not_mirrored ) || echo "what $home has is not known"
   done
 }

@@ -47,6 +47,31 @@ def test_a_limit_outlives_a_reboot_and_needs_no_run(world):
     eventually(lambda: not world.cloud.nodes, 120)
 
 
+@pytest.mark.parametrize("line", ["exit 3", "sleep 100000", "(trap '' TERM; setsid sleep 100000) &\nfalse; x=$(<"])
+def test_nothing_that_a_user_of_the_vm_wrote_keeps_it_from_deleting_itself(world, line):
+    world.laptop.run("create.sh", "nano", *FLAGS)
+    (world.vm.home / ".tpu_env").write_text(f"{line}\n")
+    (world.vm.home / "nanochat.d/runs").mkdir(parents=True, exist_ok=True)
+    eventually(lambda: not world.cloud.nodes, 120)
+
+
+@pytest.mark.parametrize("away_s", [-7200, 7200])
+def test_a_limit_counts_from_the_creation_and_by_the_clock_of_the_vm(world, away_s):
+    date = world.laptop.home / "bin/date"  # the laptop's clock is wrong by hours
+    date.write_text(f'#!/bin/sh\nexec /bin/date -d "{away_s} seconds" "$@"\n')
+    date.chmod(0o755)
+    created = time.time()
+    world.laptop.run("create.sh", "nano", *FLAGS)
+    eventually(lambda: not world.cloud.nodes, 120)
+    assert time.time() > created + 1800 * HOURS
+
+
+def test_a_vm_whose_startup_script_did_not_run_has_its_limit_nevertheless(world):
+    world.cloud.startup_script = lambda node: ""
+    world.laptop.run("create.sh", "nano", *FLAGS)
+    eventually(lambda: not world.cloud.nodes, 120)
+
+
 @pytest.mark.parametrize("refusal", ["no permission", "an API that is off", "a page"])
 def test_a_vm_that_may_not_delete_itself_says_so_at_its_creation_and_ends_its_run(world, refusal):
     world.cloud.permissions = []

@@ -209,7 +209,7 @@ def test_the_timer_of_the_vm_and_stop_run_send_one_signal_together(laptop, vm):
     mirror.mkdir()
     (mirror / "refuses").touch()
     train(laptop, vm, "--run=a", "--num_iterations=100000", f"--checkpoint_mirror={mirror}")
-    vm.shell(f"cd {ROOT}/deploy/lib; . ./on_vm.sh; . ./limit.sh; set_limit $(date +%s) 0 '' 0.2")
+    vm.shell(f"cd {ROOT}/deploy/lib; . ./on_vm.sh; . ./limit.sh; set_limit 0 0 '' 0.2")
     eventually(lambda: (vm.run_dir("a") / "mirror.json").exists())
     laptop.run("stop_run.sh", vm.ip, "--wait_s=1", status=1)
     (mirror / "refuses").unlink()
