@@ -59,7 +59,7 @@ for file in "$MEMORY"/*/*/*; do  # what gcloud does not show: a VM of another pr
   name=${file##*/} zone=${file%/*} project=${file%/*/*}
   zone=${zone##*/} project=${project##*/}
   case "$project"$'\n\n'"$found" in "$PROJECT"$'\n'*$'\n'"$name|$zone|"*) continue ;; esac
-  read -r _ type spot <"$file" || true
+  read -r _ type spot _ <"$file" || true
   printf '%-20s %-16s may exist in project %s, which gcloud did not show: delete.sh %s --project=%s, %s %s\n' \
     "$name" "$zone" "$project" "$name" "$project" "$type" "$([ "$spot" = True ] && echo spot || echo on demand)"
   unknown=", and the VMs whose price is not known"

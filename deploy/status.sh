@@ -85,12 +85,19 @@ run_lines() {
   [ -z "$(field error)" ] || echo "  error  $(field error)"
 }
 
+show_host() {
+  local status=0
+  if is_vm "$1"; then vm_line "$1" || return; else echo "$1"; fi
+  resolve "$1" || return
+  run_lines || status=$?
+  other_workers || status=$?
+  return $status
+}
 show() {
   local host this status=0
   for host in "${ARGS[@]}"; do
     this=0
-    if is_vm "$host"; then vm_line "$host" || this=$?; else echo "$host"; fi
-    [ $this != 0 ] || (resolve "$host" && { run_lines || this=$?; other_workers || this=$?; exit $this; }) || this=$?
+    (show_host "$host") || this=$?  # in a subshell: each VM has a project, an account and a key of its own
     [ $this -le $status ] || status=$this
   done
   return $status

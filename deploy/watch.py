@@ -66,6 +66,7 @@ def main():
     lock = take_lock(settings, role)
     if lock is None:
         return 6
+    keep_config(settings)
     status = keep(settings, role)
     lock.close()
     return status
@@ -73,11 +74,25 @@ def main():
 
 def make_private(folder):
     """Makes the state folder, or closes one of an earlier watch.sh for other users."""
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    files = [path for path in folder.iterdir() if path.is_file() and not path.is_symlink()]
-    if not files or (folder / "lock").exists():
-        for path in (folder, *files):
-            path.chmod(0o700 if path == folder else 0o600)
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        files = [path for path in folder.iterdir() if path.is_file() and not path.is_symlink()]
+        if not files or (folder / "lock").exists():
+            for path in (folder, *files):
+                path.chmod(0o700 if path == folder else 0o600)
+        open_private(folder / "lock", "a").close()
+    except OSError as error:
+        raise BadInput(f"--state={folder} cannot be written: {error.strerror}") from None
+
+
+def keep_config(settings):
+    """Lets the scripts read config.env as it is now: a mistake in it later must not keep a VM from being deleted, and
+    another setting must not create another kind of VM."""
+    path = Path(os.environ.get("NANOCHAT_DEPLOY_CONFIG") or Path(__file__).parent / "config.env")
+    kept = settings.state / "config.env"
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    if replace_file(kept, text):
+        os.environ["NANOCHAT_DEPLOY_CONFIG"] = str(kept)
 
 
 def check(settings):
@@ -183,7 +198,7 @@ def keep(settings, role):
                          "start watch.sh again to go on")
         else:
             end_lost_worker(settings)
-            if not settings.has_mirror:
+            if not settings.mirror:
                 print("warning: without --checkpoint_mirror a preemption loses every checkpoint", flush=True)
             journal.note(f"{describe(settings, usd_text)}; spent so far: {books}")
         (settings.state / "ended").unlink(missing_ok=True)

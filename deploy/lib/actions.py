@@ -3,6 +3,7 @@ import re
 import time
 
 from deploy.lib.calls import end_orphan
+from deploy.lib.state import steady_time
 
 GONE = ("PREEMPTED", "TERMINATED", "STOPPED")  # states in which nobody can reach the VM's disk any more
 DELETE_S = 60  # the last of the budget, which nothing but the deletion may use
@@ -14,7 +15,7 @@ LOOK_S = 150  # per zone: gcloud itself gives up after two minutes without an an
 class Actions:
     """Both the worker and the keeper of the budget act through this class. `known` is theirs, and `call` a Calls."""
 
-    def __init__(self, settings, known, journal, call, now=time.time):
+    def __init__(self, settings, known, journal, call, now=steady_time):
         self.settings, self.known, self.journal, self.call, self.now = settings, known, journal, call, now
         self.error = self.health = self.type = ""
         self.is_spot, self.is_permanent = True, False  # is_permanent: no waiting mends the error
@@ -48,8 +49,7 @@ class Actions:
             if self.known.exists and self.probe(min(60, limit_s)):
                 self.error = "gcloud finds no VM, but it answers"
                 return "unknown"
-            if self.known.exists:
-                self.known.forget_vm()
+            self.forget_lost_vm()
             self.was_absent = False
         else:
             if fields["id"] != self.known.id:
@@ -57,9 +57,34 @@ class Actions:
             self.known.state, self.known.creating, self.was_absent = state, False, False
             self.known.zone, self.known.id = fields["zone"], fields["id"]
             self.known.ips = fields["ips"] or self.known.ips
+            if state not in GONE:
+                self.known.seen_at = self.now()
             self.health, self.type, self.is_spot = fields["health"], fields["type"], fields["spot"] == "True"
         self.save()
         return state
+
+    def forget_lost_vm(self):
+        """Forgets a VM that is gone, except when it was deleted: this machine may have slept for hours since."""
+        if not self.known.exists:
+            return
+        fields = self.call("lib/look", LOOK_S, "--what=end", f"--zones={self.known.zone}").fields
+        gone_at, seen_at = number(fields.get("deleted_at")), self.known.seen_at
+        self.known.forget_vm()
+        if 0 < seen_at <= gone_at <= self.now():
+            self.known.gone_at = gone_at
+            at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(gone_at))
+            self.journal.note(f"gcloud's operations say that the VM was deleted at {at}: it has cost nothing since")
+
+    def ask_mirror(self, limit_s=LOOK_S):
+        """Asks the bucket of the mirror what it has: the VM may have copied more since it was asked."""
+        if not self.settings.mirror.startswith("gs://"):
+            return
+        place = f"{self.settings.mirror.rstrip('/')}/{self.settings.run}"
+        result = self.call("lib/look", limit_s, "--what=mirror", f"--bucket={place}")
+        newest = result.fields.get("mirrored", "")
+        if number(newest.removeprefix("step_")) >= number(self.known.checkpoint.removeprefix("step_")) > 0:
+            self.known.checkpoint = self.known.mirrored = newest
+            self.save()
 
     def all_zones(self):
         """Returns the zones in which the VM may be, as a flag's value: also where an earlier watch created it."""
@@ -79,6 +104,7 @@ class Actions:
         if result.status or not fields.get("state"):
             self.error = result.last_line or "an empty answer"
             return None
+        self.known.seen_at = self.now()
         self.known.run, self.known.checkpoint = fields.get("run", ""), fields.get("checkpoint", "")
         self.known.mirrored = fields.get("mirrored", "")
         self.known.mirror_fails = bool(fields.get("mirror_error")) and is_behind(fields)
@@ -101,7 +127,7 @@ class Actions:
     def reserve_s(self):
         """Returns how much of the budget is reserved to stop the run, fetch its newest checkpoint and delete the VM.
         A run whose mirror takes its checkpoints needs no copy here."""
-        is_copied_here = not self.settings.has_mirror or self.known.mirror_fails
+        is_copied_here = not self.settings.mirror or self.known.mirror_fails
         return self.settings.margin_s + (self.known.transfer_s() if is_copied_here else 0)
 
     def is_home(self):
@@ -142,7 +168,10 @@ class Actions:
         deadline = self.now() + limit_s
         seen = self.probe(min(limit_s, 120))
         if seen is None:
-            return f"{self.error}; {self.known.checkpoint} is on its disk alone" if self.is_at_risk() else ""
+            error = self.error
+            if self.is_at_risk():
+                self.ask_mirror(max(5, min(deadline - self.now(), LOOK_S)))
+            return f"{error}; {self.known.checkpoint} is on its disk alone" if self.is_at_risk() else ""
         if not self.known.run:
             return ""
         if seen["state"] in ("running", "orphans"):
@@ -195,7 +224,7 @@ class Actions:
                     "delete", f"VM NOT DELETED, IT MAY STILL COST MONEY; trying again: {self.error}")
             if absent < wanted:
                 pause(self.settings.poll_s)
-        self.known.forget_vm()
+        self.forget_lost_vm()
         self.known.creating = False
         self.save()
 

@@ -13,6 +13,8 @@ from deploy.lib.state import open_private, replace_file
 
 DEPLOY = Path(__file__).resolve().parents[1]
 TIMED_OUT, NOT_STARTED = 124, 126  # the statuses of a call that ran past its limit, and of one that did not run
+MOST_BYTES = 20_000_000  # of output: it is in memory, and a VM may print without end
+LINE = 500  # characters of a line that is shown
 
 
 class Result(NamedTuple):
@@ -22,7 +24,7 @@ class Result(NamedTuple):
     @property
     def last_line(self):
         lines = [line for line in self.output.splitlines() if line.strip()]
-        return lines[-1] if lines else ""
+        return lines[-1][:LINE] if lines else ""
 
     @property
     def fields(self):
@@ -55,21 +57,23 @@ class Calls:
         replace_file(self.record, json.dumps({"group": process.pid, "verb": path.stem}))
         deadline = time.monotonic() + limit_s
         try:
-            while process.poll() is None and time.monotonic() < deadline:
+            while process.poll() is None and time.monotonic() < deadline \
+                    and os.fstat(output.fileno()).st_size < MOST_BYTES:
                 self.wait(0.1)
         finally:
             if timed_out := process.poll() is None:
                 end_group(process.pid, process)
             self.record.unlink(missing_ok=True)
         output.seek(0)
-        content = output.read()
+        content = output.read(2 * MOST_BYTES)
         output.close()
         mode = "wb" if verb == "lib/look" else "ab"
         with suppress(OSError), open_private(self.settings.state / f"{path.stem}.log", mode) as log:
-            log.write(content)
+            log.write(content[-1_000_000:])
         text = content.decode(errors="replace")
         if timed_out:
-            return Result(TIMED_OUT, f"{text}\n{path.name} gave no answer for {limit_s:.0f} s")
+            why = f"gave no answer for {limit_s:.0f} s" if len(content) < MOST_BYTES else "printed without end"
+            return Result(TIMED_OUT, f"{text}\n{path.name} {why}")
         return Result(process.returncode, text)
 
 

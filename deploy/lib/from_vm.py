@@ -34,7 +34,9 @@ FIELDS = {
 OF_RECORD = ("step", "loss", "tokens_per_s", "mfu", "time_left_s")  # numbers of the newest line of metrics.jsonl
 LARGEST = 1e15  # no number here is larger
 FILE = r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}"
-ANSWER_BYTES = 1_000_000  # an answer of fields or names is shorter
+ANSWER_BYTES = 1_000_000  # an answer of fields or names is shorter, and so is a greeting
+MOST_FILES = 10_000  # of one answer
+SPARE_BYTES = 50_000_000  # that stay free on the disk, on which the budget is counted
 
 
 class Refused(Exception):
@@ -84,6 +86,7 @@ def receive(stream, folder, names):
     is `end`. There are no links and no modes."""
     folder = Path(folder)
     folder.mkdir(parents=True)
+    files = 0
     while (line := stream.readline(1000)) != b"end\n":
         match = re.fullmatch(rf"({NUMBER}) (.+)\n", line.decode("utf-8", "backslashreplace"))
         if not match:
@@ -93,7 +96,10 @@ def receive(stream, folder, names):
         if parts[0] not in names or len(parts) > 3 or is_in_folder == (len(parts) == 1) \
                 or not all(re.fullmatch(FILE, part) for part in parts):
             raise Refused(f"it sends {printable(match[2])[:80]}, which was not asked for")
-        if size > shutil.disk_usage(folder).free:
+        files += 1
+        if files > MOST_FILES:
+            raise Refused(f"it sends more than {MOST_FILES} files")
+        if size + SPARE_BYTES > shutil.disk_usage(folder).free:
             raise Refused(f"{match[2]} has {size} bytes, and {folder} has no room for them")
         target = folder.joinpath(*parts)
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -148,10 +154,12 @@ def main():
     ssh = subprocess.Popen(sys.argv[end + 1:], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     errors = threading.Thread(target=copy_lines, args=(ssh.stderr, sys.stderr), daemon=True)
     errors.start()
-    refused = ""
+    refused, greeting = "", 0
     try:
         while (line := ssh.stdout.readline(65536)) not in (b"", f"{begin}\n".encode()):
-            pass
+            greeting += len(line)
+            if greeting > ANSWER_BYTES:
+                raise Refused(f"its greeting has more than {ANSWER_BYTES} bytes")
         if line:
             read(ssh.stdout, how, what)
     except (Refused, OSError) as error:

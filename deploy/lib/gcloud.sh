@@ -53,14 +53,14 @@ gcloud_tpu() {
     ${PROJECT:+--project="$PROJECT"} ${ACCOUNT:+--account="$ACCOUNT"}
 }
 
-# A VM that may exist is remembered as the file MEMORY/PROJECT/ZONE/NAME, which has its account, type and spot or not,
-# until gcloud has confirmed that it is gone.
+# A VM that may exist is remembered as the file MEMORY/PROJECT/ZONE/NAME, which has its account, type, spot or not, and
+# ssh key, until gcloud has confirmed that it is gone.
 MEMORY=$HOME/.local/state/nanochat/vms REMEMBERED="" SETTLED=""
 # settle NAME sets, once, PROJECT and ACCOUNT, which every call is given: gcloud's present ones may change meanwhile.
 # They are those with which NAME was created, or else gcloud's present ones. REMEMBERED is the zones in which NAME may
 # exist.
 settle() {
-  local file project zone account rest found
+  local file project zone account key found
   [ -z "$SETTLED" ] || return 0
   SETTLED=1 found=""
   for file in "$MEMORY"/*/*/"$1"; do
@@ -69,8 +69,9 @@ settle() {
     zone=${zone##*/} project=${project##*/}
     [ "${PROJECT:-$project}" = "$project" ] || continue
     [ -z "$1" ] || [ "${found:-$project}" = "$project" ] || die 2 "$1 exists in $found and in $project: give --project"
-    read -r account rest <"$file" || true
+    read -r account _ _ key <"$file" || true
     [ -n "$ACCOUNT" ] || [ "$account" = - ] || ACCOUNT=$account
+    given SSH_KEY || [ -z "$key" ] || SSH_KEY=$key
     found=$project REMEMBERED="$REMEMBERED${REMEMBERED:+,}$zone"
   done
   PROJECT=${PROJECT:-$found}
@@ -83,8 +84,9 @@ settle() {
   [ -n "$ACCOUNT" ] || ACCOUNT=${found#*|}
 }
 remember() { # remember NAME ZONE, before it is created there
-  local folder=$MEMORY/$PROJECT/$2
-  (umask 077 && mkdir -p "$folder" && echo "${ACCOUNT:--} $TYPE $([ -n "$ON_DEMAND" ] || echo True)" >"$folder/$1") ||
+  local folder=$MEMORY/$PROJECT/$2 spot
+  spot=$([ -z "$ON_DEMAND" ] && echo True || echo False)
+  (umask 077 && mkdir -p "$folder" && echo "${ACCOUNT:--} $TYPE $spot $SSH_KEY" >"$folder/$1") ||
     say "$1 is not remembered: cannot write to $folder"
 }
 forget() { rm -f "$MEMORY/$PROJECT/$2/$1"; }  # forget NAME ZONE: gcloud has said that it is not there
@@ -142,6 +144,29 @@ lookup() {
       *) VM_ERROR="$zone: $(complaint)" ;;
     esac
   done
+}
+
+# deleted_at NAME ZONE prints the Unix time at which the VM was deleted last. The API's operations know, and gcloud has
+# no command that shows them.
+deleted_at() {
+  local token url=${CLOUDSDK_API_ENDPOINT_OVERRIDES_TPU:-https://tpu.googleapis.com/}
+  token=$(limited "$GCLOUD_S" gcloud auth print-access-token ${ACCOUNT:+--account="$ACCOUNT"} 2>/dev/null) || return 0
+  printf 'header = "Authorization: Bearer %s"\n' "$token" |  # over stdin: no other user sees it
+    curl -sS -f -m 60 -K - "${url}v2/projects/$PROJECT/locations/$2/operations?pageSize=1000" 2>/dev/null |
+    "$PYTHON" -c 'import datetime, json, sys
+times = []
+try:
+    for operation in json.load(sys.stdin)["operations"]:
+        about = operation["metadata"]
+        if about.get("verb") == "delete" and about["target"].endswith(f"/nodes/{sys.argv[1]}") and "endTime" in about:
+            times.append(about["endTime"][:19])
+    print(int(datetime.datetime.fromisoformat(f"{max(times)}+00:00").timestamp()))
+except (ValueError, LookupError, TypeError, AttributeError): pass' "$1" || true
+}
+# newest_in FOLDER prints the newest whole checkpoint there: its SHA256SUMS is copied last.
+newest_in() {
+  limited "$GCLOUD_S" gcloud storage ls "$1/step_*/SHA256SUMS" ${ACCOUNT:+--account="$ACCOUNT"} 2>/dev/null |
+    sed -n 's|.*/\(step_[0-9]\{1,12\}\)/SHA256SUMS$|\1|p' | sort -t _ -k 2 -n | tail -n 1 || true
 }
 
 # facts_of_vm TYPE SPOT ZONE sets what facts sets, for a VM that exists. If facts does not know its type, the price is

@@ -4,6 +4,8 @@
 #   deploy/lib/look.sh NAME --what=vm      the VM, as gcloud describes it
 #
 #   --what vm|run|rate         the VM; its newest run; or nothing, while --bytes random bytes are copied here
+#   --what end                 the Unix time at which the VM was deleted in --zones, as gcloud's operations know
+#   --what mirror              the newest whole checkpoint in the folder --bucket of a run's mirror
 #   --vm_ips A,B --vm_id ID    for run and rate: the addresses and the id that --what=vm printed
 #   --bytes N                  how many bytes rate copies
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh" || exit
@@ -16,11 +18,15 @@ if [ "$WHAT" = vm ]; then
     "type=$VM_TYPE" "ips=$VM_IPS" "spot=$VM_SPOT" "error=$VM_ERROR" "permanent=${VM_PERMANENT:-}"
   exit 0
 fi
+case $WHAT in
+  end) settle "$NAME"; echo "deleted_at=$(deleted_at "$NAME" "$ZONES")"; exit 0 ;;
+  mirror) settle "$NAME"; echo "mirrored=$(newest_in "$BUCKET")"; exit 0 ;;
+esac
 WORKER=0
 aim
 # shellcheck disable=SC2016  # it is evaluated on the VM
 case $WHAT in
   run) READ=(fields); vm 0 probe ;;
   rate) READ=(raw); vm 0 'head -c "$1" /dev/urandom' "$BYTES" | wc -c ;;
-  *) die 2 "--what=$WHAT is not vm, run or rate" ;;
+  *) die 2 "--what=$WHAT is not vm, run, rate, end or mirror" ;;
 esac

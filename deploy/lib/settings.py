@@ -18,7 +18,7 @@ from pathlib import Path
 NUMBER = r"[0-9]{1,9}(\.[0-9]{1,9})?", "a number of 0 or more with at most 9 digits"
 WHOLE = r"[0-9]{1,9}", "a whole number with at most 9 digits"
 YES_NO = r"(?i:1|yes|true|on|0|no|false|off)", "1 for yes or 0 for no"
-ZONES = r"[a-z]([a-z0-9-]*[a-z0-9])?(,[a-z]([a-z0-9-]*[a-z0-9])?)*", "a list of zones, such as us-west4-a,us-west4-b"
+ZONES = r"[a-z][a-z0-9-]*-[a-z](,[a-z][a-z0-9-]*-[a-z])*", "a list of zones, such as us-west4-a,us-west4-b"
 WORD, PATH, URL = (r"[^\s\"\\]+", "one word"), (r"[^\n\0]+", "a path"), (r"https?://[^\s\"\\]+", "https://…")
 COMMON = {  # of all scripts
     "PROJECT": (r"([a-z0-9.-]+:)?[a-z][a-z0-9-]*", "a project's ID: small letters, digits and -"),
@@ -86,14 +86,12 @@ def read_value(name, text, given):
 
 
 def check_zone(zone, given):
-    """Refuses a region, and a zone that looks like a misspelt one. The table of prices does not name all regions."""
+    """Refuses a zone that looks like a misspelt one. The table of prices does not name all regions."""
     try:
         with open(PRICES, encoding="utf-8") as file:
             regions = {row["region"] for row in csv.DictReader(line for line in file if not line.startswith("#"))}
     except OSError:
         return
-    if zone in regions:
-        raise Refused(f"{given}: {zone} is a region, not a zone: {zone}-a, {zone}-b …")
     region, places = zone.rpartition("-")[0], {region.rstrip("0123456789") for region in regions}
     place = region.rstrip("0123456789")
     if place not in places and difflib.get_close_matches(place, places, 1, 0.84):
@@ -237,18 +235,22 @@ class Settings:
 
     @property
     def run(self):
-        """The run's name, as base_train reads it: --run=NAME or --run NAME. It refuses two different ones."""
-        name = "dummy"
-        for flag, following in zip(self.flags, [*self.flags[1:], ""], strict=True):
-            if flag.startswith("--run="):
-                name = flag.partition("=")[2]
-            elif flag == "--run":
-                name = following
-        return name
+        """The run's name. base_train refuses two different ones."""
+        return self.flag("__run") or "dummy"
 
     @property
-    def has_mirror(self):
-        return any(flag.replace("-", "_").startswith("__checkpoint_mirror") for flag in self.flags)
+    def mirror(self):
+        """Where the run's mirror is, or ""."""
+        return self.flag("__checkpoint_mirror")
+
+    def flag(self, name):
+        """Returns the value of a flag of the run, as base_train reads it: --run=NAME or --run NAME."""
+        text = ""
+        for flag, following in zip(self.flags, [*self.flags[1:], ""], strict=True):
+            word, has_value, value = flag.partition("=")
+            if word.replace("-", "_") == name:
+                text = value if has_value else following
+        return text
 
 
 def read_settings(flags):

@@ -59,7 +59,7 @@ $script" bash "$@")" || status=$?
       *"IDENTIFICATION HAS CHANGED"*) status=1; say "$host has another host key than before." \
         "If the VM was created again or its IP now belongs to another VM: ssh-keygen -R ${host#*@}" ;;
       *"Permission denied"*) status=1; say "$host does not accept the key: set --ssh_user, --ssh_key" ;;
-      *) say "$host: $(tail -n 1 "$TMP/ssh$i")" ;;
+      *) say "$host: $(tail -n 1 "$TMP/ssh$i" | grep . || echo the connection was lost)" ;;
     esac
   fi
   return $status

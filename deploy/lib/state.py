@@ -137,6 +137,8 @@ class Known:
     mirror_fails: bool = False  # for so long that nobody should wait for it
     fetched: str = ""  # the newest one that was fetched to this machine
     bytes_per_s: float = 0  # from the VM to this machine, as measured; 0: not yet
+    seen_at: float = 0  # the time of the last sign of life
+    gone_at: float = 0  # the time at which a VM that is absent now was deleted; 0: not known
 
     @classmethod
     def load(cls, path):
@@ -187,38 +189,39 @@ class Books:
     def __init__(self, path, max_usd=None, max_hours=None):
         self.path, self.max_usd, self.max_hours = path, max_usd, max_hours
         self.counted_at, self.elapsed_s, self.was = steady_time(), 0.0, "absent"
-        self.spent_usd = self.pending_usd = 0.0
+        self.spent_usd = self.pending_usd = self.usd_per_hour = 0.0  # the last: of the VM that was counted last
         try:
-            words = [*Path(path).read_text().split(), *5 * [""]][:5]
+            words = [*Path(path).read_text().split(), *6 * [""]][:6]
         except (OSError, ValueError):
             return
-        self.elapsed_s, self.spent_usd, self.pending_usd = (usable_number(words[i]) for i in (1, 2, 4))
+        self.elapsed_s, self.spent_usd, self.pending_usd, self.usd_per_hour = (
+            usable_number(words[i]) for i in (1, 2, 4, 5))
         self.was = words[3] or "absent"
         # A VM that existed when the last watch.sh ended may have cost money since, although nobody counted.
         if self.was != "absent":
             self.counted_at = usable_number(words[0], self.counted_at)
 
     def count(self, known, usd_per_hour, now):
-        """Adds the time since the last count, and the VM's price for it if it existed at either end. Whether a creation
-        made a VM is known afterwards: until then its price is pending. Returns whether the file could be written."""
+        """Adds the time since the last count, and the VM's price for it if it existed at either end. A VM that is gone
+        by now costs what it cost until it was deleted, where that is known. Whether a creation made a VM is known
+        afterwards: until then its price is pending. Returns whether the file could be written."""
         seconds = max(0, now - self.counted_at)  # if the clock was set back, the spending stays
         usd = usd_per_hour * seconds / 3600
         if known.exists:
             self.spent_usd += self.pending_usd + usd
-            self.pending_usd = 0
+            self.pending_usd, self.usd_per_hour = 0, usd_per_hour
             self.was = known.state
-        elif known.creating:
-            self.pending_usd += usd
-            self.was = "creating"
         else:
             if self.was not in ("absent", "creating"):
-                self.spent_usd += usd
-            self.pending_usd = 0
-            self.was = "absent"
+                lasted_s = min(seconds, known.gone_at - self.counted_at) if known.gone_at else seconds
+                self.spent_usd = max(0, self.spent_usd + self.usd_per_hour * lasted_s / 3600)
+                usd = 0
+            self.pending_usd = self.pending_usd + usd if known.creating else 0
+            self.was = "creating" if known.creating else "absent"
         self.elapsed_s += seconds
         self.counted_at = now
         return replace_file(Path(self.path), f"{now:.0f} {self.elapsed_s:.1f} {self.spent_usd:.6f} {self.was} "
-                                             f"{self.pending_usd:.6f}\n")
+                                             f"{self.pending_usd:.6f} {self.usd_per_hour:.6f}\n")
 
     def left_s(self, usd_per_hour):
         """Returns for how many seconds the budget lasts if a VM of this price exists."""

@@ -3,6 +3,7 @@ import math
 import random
 
 from deploy.lib.actions import GONE, LOOK_S, is_behind, number
+from deploy.lib.calls import LINE
 
 # Seconds that a script may take; the budget's keeper ends it earlier if the money is spent.
 LIMIT_S = {"setup": 1800, "push": 1800, "data": 7200}
@@ -114,7 +115,7 @@ class Worker:
         if result.status == 0:
             for line in result.output.splitlines():
                 if line.startswith("warning: "):
-                    self.note(line)
+                    self.note(line[:LINE])
             self.note(f"VM created: {result.last_line}")
             self.misses = 0
             if self.actions.look_up() == "READY":
@@ -150,6 +151,8 @@ class Worker:
     def replace(self, why, is_futile=False):
         """Deletes a lost or useless VM, if its newest checkpoint is safe; the next check creates another."""
         if self.known.state in GONE:
+            if self.actions.is_at_risk():
+                self.actions.ask_mirror()
             if self.actions.is_at_risk():
                 self.note(f"{self.known.checkpoint} was on the VM's disk alone and is lost; the mirror has "
                           f"{self.known.mirrored or 'none'}")
@@ -225,7 +228,7 @@ class Worker:
                 return
             self.finish(0)
         if status == "2":
-            self.give_up(f"the run does not accept its flags: {seen.get('error', '')}")
+            self.give_up(f"the run does not accept its flags{because(seen)}")
         if unhealthy:
             self.trouble(unhealthy)
         elif status == "75":
@@ -261,7 +264,7 @@ class Worker:
         result = self.call("train", 900, "--wait_s=600", *self.limit_flags(), "--", *self.settings.flags)
         if result.status == 0:
             steps = [line for line in result.output.splitlines() if line.startswith("step")]
-            self.note(f"run started: {steps[-1] if steps else 'no step yet'}")
+            self.note(f"run started: {steps[-1][:LINE] if steps else 'no step yet'}")
         elif result.status == 75:  # for example because the mirror cannot be reached: that is not the VM's fault
             self.note(f"the run did not start, and is started again: {result.last_line}")
         else:
@@ -284,7 +287,7 @@ class Worker:
         if step > self.furthest:
             self.furthest, self.crashes = step, 0
         self.crashes += 1
-        self.note(f"the run {how} at step {self.step or 'none'} ({self.crashes} of 3): {seen.get('error', '')}")
+        self.note(f"the run {how} at step {self.step or 'none'} ({self.crashes} of 3){because(seen)}")
         if self.crashes >= 3:
             self.give_up(f"it ended three times and got no further than step {self.furthest}")
         self.restart()
@@ -296,7 +299,7 @@ class Worker:
         self.note(f"giving up: {why}")
         if self.known.state == "READY":
             log = self.call("logs", 60, "--tail=30").output
-            self.journal.add("\n".join(log.splitlines()[-32:]))
+            self.journal.add("\n".join(line[:LINE] for line in log.splitlines()[-32:]))
         while reason := self.actions.rescue(self.stop_s()):
             self.journal.note_change("kept", f"the VM is kept until the last of the budget: {reason}")
             self.pause(self.settings.poll_s)
@@ -311,3 +314,8 @@ class Worker:
 
     def say_kept(self):
         self.note(f"{self.settings.name} is kept and costs {self.usd()} USD an hour: delete.sh {self.settings.name}")
+
+
+def because(seen):
+    """Returns the last error in the run's log, as the end of a line, or ""."""
+    return f": {seen['error']}" if seen.get("error") else ""

@@ -122,6 +122,8 @@ class Cloud:
         if path[4:] in self.operations:
             operation = self.operations[path[4:]]
             return {**operation, "done": False} if self.held else operation
+        if path.endswith("/operations"):
+            return {"operations": [each for name, each in self.operations.items() if name.startswith(path[4:])]}
         if match := re.fullmatch(NODE, path):
             parent, zone = match.groups()
             if method == "GET":
@@ -151,7 +153,7 @@ class Cloud:
             self.connect(node)
         else:
             return self.grow(node)
-        return self.operation(match[1], node)
+        return self.operation(match[1], node, verb=method.lower())
 
     def create(self, parent, zone, name, body):
         fault = self.faults[zone].pop(0) if self.faults.get(zone) else None
@@ -183,10 +185,12 @@ class Cloud:
         ips = [self.boot(node["id"], index) for index in range(self.hosts.get(node["acceleratorType"], 1))]
         node["networkEndpoints"] = [{"ipAddress": ip, "port": 8470, "accessConfig": {"externalIp": ip}} for ip in ips]
 
-    def operation(self, parent, node, error=None):
+    def operation(self, parent, node, error=None, verb="post"):
         name = f"{parent}/operations/op{len(self.operations)}"
         operation = {"name": name, "done": True, "metadata": {
-            "@type": "type.googleapis.com/google.cloud.tpu.v2.OperationMetadata"}}
+            "@type": "type.googleapis.com/google.cloud.tpu.v2.OperationMetadata", "verb": verb,
+            "target": node["name"] if node else parent,
+            "endTime": time.strftime("%Y-%m-%dT%H:%M:%S.5Z", time.gmtime())}}
         operation |= {"error": error} if error else {
             "response": {"@type": "type.googleapis.com/google.cloud.tpu.v2.Node", "name": node["name"]}}
         self.operations[name] = operation

@@ -17,6 +17,7 @@ class World:
     def __init__(self, folder):
         self.now, self.done, self.fails = 1_000_000.0, [], {}
         self.vm, self.run, self.copies = dict(READY), dict(RUNNING), 0
+        self.deleted_at = self.in_bucket = ""  # what gcloud's operations and the mirror's bucket know
         self.settings = Settings(
             name="nano", type="v6e-4", zones=("us-west4-a",), spot=True, flags=("--run=d16",), verb_flags=(),
             has_bucket=False, max_usd=None, max_hours=100, usd_per_hour=2, margin_s=600, poll_s=60, patience=3,
@@ -77,6 +78,12 @@ class World:
             self.fails["delete"] = 3
         self.vm = None
         return "nano is deleted\n"
+
+    def answer_end(self, flags):
+        return f"deleted_at={self.deleted_at}\n"
+
+    def answer_mirror(self, flags):
+        return f"mirrored={self.in_bucket}\n"
 
     answer_setup = answer_push = answer_logs = lambda self, flags: "\n"
 

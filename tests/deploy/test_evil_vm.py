@@ -1,10 +1,13 @@
 """What a VM says is data: VMs that answer with commands, paths, links, escapes and numbers without end."""
+import io
 import json
 import os
 import subprocess
+from types import SimpleNamespace
 
 import pytest
 
+from deploy.lib.calls import TIMED_OUT, Calls, Result
 from deploy.lib.from_vm import LARGEST, Refused, printable, read_fields, receive
 from deploy.lib.state import Books, Journal, Known
 from deploy.watch import make_private
@@ -194,6 +197,32 @@ def test_an_agent_with_many_keys_does_not_hide_the_right_one(laptop, vm):
         assert "no run yet" in laptop.run("status.sh", vm.ip, env=agent)
     finally:
         os.kill(int(agent["SSH_AGENT_PID"]), 15)
+
+
+@pytest.mark.parametrize("answer", ["yes", f"echo '{BEGIN}'; yes state=running", f"echo '{BEGIN}'; cat /dev/zero"])
+def test_an_answer_without_end_is_refused(laptop, vm, answer):
+    (vm.home / ".bashrc").write_text(f"[ -z \"$SSH_CONNECTION\" ] || {{ {answer}; exit 0; }}\n")
+    for script in ("status.sh", "fetch.sh"):
+        output = laptop.run(script, vm.ip, status=1)
+        assert "more than 1000000 bytes" in output and len(output) < 10_000
+
+
+def test_files_without_end_are_refused_and_leave_room_on_the_disk(tmp_path, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=60_000_000))
+    for sent, word in (("0 step_1/x{}\n", "more than 10000 files"), ("20000000 step_1/x{}\n", "no room")):
+        stream = io.BytesIO("".join(sent.format(number) for number in range(10_001)).encode())
+        with pytest.raises(Refused, match=word):
+            receive(stream, tmp_path / word, ["step_1"])
+
+
+def test_output_without_end_neither_fills_the_memory_nor_ends_the_watch(tmp_path, monkeypatch):
+    monkeypatch.setattr("deploy.lib.calls.DEPLOY", tmp_path)
+    (tmp_path / "push.sh").write_text("#!/bin/sh\nexec tr '\\0' x </dev/zero\n")
+    (tmp_path / "push.sh").chmod(0o755)
+    settings = World(tmp_path).settings
+    result = Calls(settings)("push", 100)
+    assert result.status == TIMED_OUT and result.last_line == "push.sh printed without end"
+    assert len(Result(1, "x" * 10**6).last_line) == 500
 
 
 @pytest.mark.parametrize("host", ["-oProxyCommand=touch pwned", "a;b", "$(touch pwned)", "a b"])

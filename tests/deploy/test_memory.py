@@ -1,4 +1,7 @@
 """No VM is forgotten: its project, zone and account are remembered, and it is deleted by what is known."""
+import subprocess
+import time
+
 import pytest
 
 from tests.deploy.conftest import eventually
@@ -40,6 +43,16 @@ def test_a_vm_is_found_deleted_and_listed_where_it_was_created_and_not_in_the_pr
     assert not cloud.nodes and not memory.exists()
 
 
+def test_a_vm_is_reached_with_the_key_with_which_it_was_created(world):
+    key, other = world.laptop.home / ".ssh/google_compute_engine", world.laptop.home / "another key"
+    key.rename(other)
+    key.with_suffix(".pub").rename(f"{other}.pub")
+    world.laptop.run("create.sh", "nano", *QUICK, f"--ssh_key={other}")
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", key], check=True)
+    assert "no run yet" in world.laptop.run("status.sh", "nano", *QUICK[:1])
+    assert "may exist in project p" in world.laptop.run("list.sh", "--project=q")
+
+
 def test_a_vm_is_deleted_by_what_is_known_though_gcloud_cannot_describe_it(laptop, cloud):
     laptop.run("create.sh", "nano", *QUICK)
     gcloud = laptop.home / "bin/gcloud"
@@ -68,6 +81,22 @@ def test_without_a_project_there_is_one_line(laptop, cloud):
     assert output.splitlines() == [output.strip()] and "gcloud config set project" in output
 
 
+def test_no_vm_is_created_in_a_project_that_is_not_known(laptop, cloud):
+    gcloud = laptop.home / "bin/gcloud"
+    gcloud.write_text('#!/bin/sh\ncase "$*" in *config*) echo "<html>Login</html>"; exit 0 ;; esac\n'
+                      f'exec {laptop.gcloud} "$@"\n')
+    gcloud.chmod(0o755)
+    assert "give --project" in laptop.run("create.sh", "nano", *QUICK, status=4) and not cloud.nodes
+
+
+def test_a_change_of_config_env_during_a_watch_changes_neither_its_vms_nor_their_end(world):
+    watch = world.watch(run=("--num_iterations=60", "--step_s=0.2"))
+    world.wait("run started")
+    (world.laptop.home / "config.env").write_text("ON_DEMAND=1\nUSD_PER_HUOR=2\n")
+    world.end(watch, 0)
+    assert len(world.booted) == 1 and not world.cloud.nodes
+
+
 def test_a_vm_whose_ssh_answers_is_never_absent(world):
     watch = world.watch(run=("--num_iterations=100000", "--step_s=0.2"))
     world.wait("run started")
@@ -78,3 +107,19 @@ def test_a_vm_whose_ssh_answers_is_never_absent(world):
     world.cloud.nodes.update(node)
     watch.terminate()
     eventually(lambda: watch.poll() is not None)
+
+
+def test_operations_and_the_bucket_say_what_became_of_a_vm(laptop, cloud):
+    look = ["lib/look.sh", "nano", "--zones=us-a", "--project=p"]
+    assert laptop.run(*look, "--what=end") == "deleted_at=\n"
+    laptop.run("create.sh", "nano", *QUICK)
+    before = int(time.time())
+    laptop.run("delete.sh", "nano", "--yes")
+    assert before <= int(laptop.run(*look, "--what=end").removeprefix("deleted_at=")) <= time.time()
+    cloud.broken = (403, "PERMISSION_DENIED", "no")
+    assert laptop.run(*look, "--what=end") == "deleted_at=\n"
+    cloud.broken = None
+    for name in ("step_000009/SHA256SUMS", "step_000010/SHA256SUMS", "step_000011/meta.json", "x/SHA256SUMS"):
+        cloud.put("b", f"m/a/{name}", b"x")
+    assert laptop.run(*look, "--what=mirror", "--bucket=gs://b/m/a") == "mirrored=step_000010\n"
+    assert laptop.run(*look, "--what=mirror", "--bucket=gs://b/m/none") == "mirrored=\n"

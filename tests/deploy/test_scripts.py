@@ -62,7 +62,7 @@ def test_a_script_is_found_through_links_and_stops_without_its_library(verb, tmp
 
 def test_a_config_file_from_windows(tmp_path):
     config = tmp_path / "config.env"
-    config.write_bytes(b"WAIT_S=5\r\nSSH_USER=me\r\n\r\nZONES=a,b\r\n")
+    config.write_bytes(b"WAIT_S=5\r\nSSH_USER=me\r\n\r\nZONES=us-a,us-b\r\n")
     env = {**os.environ, "NANOCHAT_DEPLOY_CONFIG": str(config), "HOME": str(tmp_path)}
     result = subprocess.run([DEPLOY / "stop_run.sh", "192.0.2.1", "--dry_run"], capture_output=True, text=True, env=env)
     assert result.returncode == 0 and "+ ssh me@192.0.2.1 " in result.stderr and "\r" not in result.stderr
@@ -165,7 +165,7 @@ def test_skypilot_accepts_the_task_and_refuses_a_misspelt_key(tmp_path):
                                    [], ["--max_usd="],
                                    ["--max_usd=5", "--type=v6e-x"], ["--max_usd=5", "--type=v5p-8"]])
 def test_watch_does_not_start_without_a_budget_that_is_a_number(flags):
-    result = run(DEPLOY / "watch.sh", "nano", "--zones=a", *flags, "--", "--run=a")
+    result = run(DEPLOY / "watch.sh", "nano", "--zones=us-a", *flags, "--", "--run=a")
     assert result.returncode == 2 and len(result.stderr.splitlines()) == 1, result.stderr
 
 
@@ -184,8 +184,8 @@ def test_flags_that_base_train_would_refuse_are_refused(monkeypatch, accelerator
 
 
 @pytest.mark.parametrize("command, flags, complaint", [
-    ("watch.sh nano --zones=a --max_usd=1", BAD_BATCH, "999 tokens does not divide"),
-    ("watch.sh nano --zones=a --max_usd=1", "--run=d16 --depth=16", None),
+    ("watch.sh nano --zones=us-a --max_usd=1", BAD_BATCH, "999 tokens does not divide"),
+    ("watch.sh nano --zones=us-a --max_usd=1", "--run=d16 --depth=16", None),
     ("train.sh 192.0.2.1", "--dept=3", "--dept=3 is not a flag"),
     ("train.sh 192.0.2.1", BAD_BATCH, None)])  # the TPU behind an address is not known
 def test_a_dry_run_checks_the_flags_of_the_run(command, flags, complaint):

@@ -45,7 +45,8 @@ def test_a_config_file_is_read(config, content, values):
     ("ON_DEMAND=maybe", ["ON_DEMAND=maybe", "1 for yes"]), ("MAX_USD=5,5", ["MAX_USD=5,5"]),
     ("MARGIN_S=10m", ["MARGIN_S=10m"]), (f"WAIT_S={'9' * 400}", ["WAIT_S"]),
     ("SSH_USER=-oProxyCommand=x", ["SSH_USER"]),
-    ("NAME=../x", ["NAME=../x"]), ("ZONES=us-west4", ["us-west4-a"]), ("ZONES=us-wset4-a", ["us-wset4-a", "us-west4"]),
+    ("NAME=../x", ["NAME=../x"]), ("ZONES=us-wset4-a", ["us-wset4-a", "us-west4"]),
+    *((f"ZONES={zone}", [zone, "us-west4-a"]) for zone in ("us-west4", "us-west4a", "us-west-4a", "us-west4-A")),
     ("TO=/a b", ["TO", "quotation marks"]), ("BUCKET=my-bucket", ["gs://"]), ("NAME=nano".encode("utf-16"), ["UTF-8"]),
 ])
 def test_what_cannot_be_read_is_refused_by_name_and_nothing_of_it_runs(config, tmp_path, monkeypatch, content, named):
@@ -98,6 +99,14 @@ def test_a_dry_run_of_watch_refuses_what_cannot_be(flags, words):
     result = dry_run("nano", *flags)
     assert result.returncode == 2 and all(word in result.stderr for word in words)
     assert len(result.stderr.splitlines()) == 1
+
+
+def test_a_state_folder_that_cannot_be_written_is_one_line(tmp_path):
+    environment = {**os.environ, "NANOCHAT_DEPLOY_CONFIG": "/nonexistent", "HOME": str(tmp_path)}
+    command = [ROOT / "deploy/watch.sh", "nano", "--zones=us-a", "--project=p", "--max_usd=5", "--state=/proc/x/y",
+               "--", "--run=a"]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+    assert result.returncode == 2 and "--state=/proc/x/y" in result.stderr and len(result.stderr.splitlines()) == 1
 
 
 @pytest.mark.parametrize("name", ["../x", "Nano", "nano_1", "1nano", "nano-", "n" * 64])

@@ -152,3 +152,20 @@ def test_a_vm_that_costs_nothing_never_ends_a_budget_of_money(tmp_path):
     books.counted_at = 0
     books.count(Known(state="READY"), 0.0, 1000 * HOUR)
     assert books.left_s(0.0) == float("inf") and books.elapsed_s == 1000 * HOUR
+
+
+@pytest.mark.parametrize("deleted_after, spent", [(7, 7), ("", 10), (-1, 10), (99, 10), (10**12, 10)])
+def test_a_vm_that_was_deleted_while_this_machine_slept_costs_nothing_after_its_deletion(
+        world, keeper, deleted_after, spent):
+    watch = keeper()
+    watch.books.max_usd = 8
+    world.actions.look_up()
+    world.actions.save()
+    watch.count()
+    if deleted_after:
+        world.deleted_at = int(world.now + deleted_after * HOUR)
+    world.now += 10 * HOUR
+    world.vm = None
+    assert watch.run() == 7
+    assert watch.books.spent_usd == pytest.approx(spent, abs=0.2)
+    assert ("it has cost nothing since" in world.text()) == (spent == 7)

@@ -221,7 +221,7 @@ def test_watch_works_through_a_symbolic_link(tmp_path):
     (tmp_path / "tools").mkdir()
     (tmp_path / "watch").symlink_to("tools/watch.sh")
     (tmp_path / "tools/watch.sh").symlink_to(ROOT / "deploy/watch.sh")
-    result = subprocess.run([tmp_path / "watch", "nano", "--zones=a", "--max_usd=1", "--dry_run", "--", "--run=x"],
+    result = subprocess.run([tmp_path / "watch", "nano", "--zones=us-a", "--max_usd=1", "--dry_run", "--", "--run=x"],
                             capture_output=True, text=True, timeout=60)
     assert result.returncode == 0 and "+ create, setup, push, data, train" in result.stderr
 

@@ -89,6 +89,19 @@ def test_what_a_preemption_loses_is_said(world):
     assert "step_000200 was on the VM's disk alone and is lost; the mirror has step_000100" in world.text()
 
 
+@pytest.mark.parametrize("in_bucket, is_lost", [("step_000300", False), ("step_000100", True), ("", True), ("x", True)])
+def test_what_the_bucket_has_is_not_said_to_be_on_the_disk_alone(world, in_bucket, is_lost):
+    world.settings = replace(world.settings, flags=("--run=d16", "--checkpoint_mirror", "gs://b/x"))
+    worker = world.worker()
+    world.run |= {"checkpoint": "step_000200"}
+    polls(worker, 1)
+    world.vm["state"], world.in_bucket = "PREEMPTED", in_bucket
+    world.fails["run"] = 255
+    assert bool(world.actions.rescue(100)) == is_lost
+    polls(worker, 1)
+    assert ("step_000200 was on the VM's disk alone and is lost" in world.text()) == is_lost
+
+
 @pytest.mark.parametrize("change", [{"mirror_error": "403 may not write", "checkpoint": "step_000200"},
                                     {"mirror_behind_s": str(MIRROR_BEHIND_S), "checkpoint": "step_000200"}])
 def test_a_mirror_that_falls_behind_is_reported_once_an_hour_until_it_has_caught_up(world, change, monkeypatch):
