@@ -17,7 +17,7 @@ TO=$ROOT/checkpoints ALL="" NO_CHECKPOINTS="" WORKER=0 VM_IPS="" VM_ID=""
 parse "TO ALL NO_CHECKPOINTS VM_IPS VM_ID" "$@"
 RUN=${ARGS[1]:-}
 if [ -n "$VM_IPS" ]; then aim; else resolve ${ARGS[0]:+"${ARGS[0]}"}; fi
-run_on_vm() { local READ=(only run); retry vm 0 'current'; }
+run_on_vm() { local READ=(only run); limited 120 retry vm 0 'current'; }
 RUN=${RUN:-$(run_on_vm)}
 case $RUN in .* | -* | *[!A-Za-z0-9._-]*) die 2 "$RUN is no name of a run: only letters, digits, . - and _" ;; esac
 [ -n "$RUN$DRY_RUN" ] || die 1 "no run was started on this VM; name an older one: fetch.sh HOST RUN"
@@ -56,7 +56,7 @@ get() {
   rm -rf "$TO/$RUN/incoming"
 }
 
-listed() { local READ=(only checkpoints); retry vm 0 "$LIST" "$RUN" "$ALL" "$SUM"; }
+listed() { local READ=(only checkpoints); limited 600 retry vm 0 "$LIST" "$RUN" "$ALL" "$SUM"; }
 # fetch_steps copies the checkpoints in $steps. It returns 1 if the run has deleted one meanwhile.
 fetch_steps() {
   local step sum other deleted=0

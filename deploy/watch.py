@@ -116,7 +116,7 @@ def explain(settings):
     say(f"the budget buys {hours:.2f} hours at most, of which the last {settings.margin_s / 3600:.2f} are reserved to "
         f"stop the run, bring it home and delete the VM")
     if warning := reserve_warning(settings, by_zone):
-        say(warning)
+        say(f"warning: {warning}")
     say(f"the run is {settings.run}: base_train {shlex.join(settings.flags)}")
     say(f"journal and spending are in {settings.state}, and the run comes home to {settings.to / settings.run}")
     return 0
@@ -131,11 +131,11 @@ def budget_hours(settings, usd_per_hour):
 
 
 def reserve_warning(settings, by_zone):
-    """Returns a warning if the budget is less than what is reserved for its end, or ""."""
+    """Returns a warning, in words, if the budget is less than what is reserved for its end, or ""."""
     hours = budget_hours(settings, max(by_zone.values(), default=0))
     if 3600 * hours > settings.margin_s:
         return ""
-    return (f"warning: the budget lasts {3600 * hours:.0f} s, and --margin_s={settings.margin_s:g} of them are "
+    return (f"the budget lasts {3600 * hours:.0f} s, and --margin_s={settings.margin_s:g} of them are "
             "reserved for its end: no VM would be created")
 
 
@@ -188,7 +188,10 @@ def keep(settings, role):
             return 2
         os.environ["WATCH_PRICES"] = json.dumps(by_zone or {})
     if warning := reserve_warning(settings, json.loads(os.environ["WATCH_PRICES"])):
-        print(warning, flush=True)
+        if role == "watch" and not actions.known.exists and not actions.known.creating:
+            print(f"error: {warning}", file=sys.stderr)
+            return 2
+        print(f"warning: {warning}", flush=True)
     usd_at, usd_text = prices(settings)
     books = Books(settings.state / "spent", settings.max_usd, settings.max_hours)
     keeper = Keeper(settings, actions, books, usd_at, lambda: start_worker(settings) if role == "watch" else None)

@@ -164,14 +164,14 @@ def main():
             read(ssh.stdout, how, what)
     except (Refused, OSError) as error:
         refused = str(error)
-        ssh.stdout.close()
+        ssh.kill()  # it may wait for more that never comes
     status = ssh.wait()
     errors.join(timeout=1)  # ssh may leave a process behind that keeps the connection, and stderr, open
     with suppress(OSError):
         Path(log).write_text(printable(Path(log).read_text(errors="backslashreplace")))
     if refused:
         print(f"error: the VM's answer is refused: {refused}", file=sys.stderr)
-    return 1 if refused else status  # ssh, which is cut off then, ends with 255
+    return 1 if refused else status
 
 
 if __name__ == "__main__":

@@ -88,13 +88,12 @@ class Keeper:
         # If nobody counted for a while, the budget may be overrun already; a checkpoint is still worth the margin.
         deadline = self.now() + max(self.books.left_s(self.usd()), self.settings.margin_s)
         last = deadline - min(DELETE_S, self.settings.margin_s / 4)
-        if self.known.exists or self.known.creating:
-            state = self.actions.look_up(min(LOOK_S, (last - self.now()) / 4))
-            if state == "unknown":
-                self.note(f"gcloud does not answer; the VM is asked itself: {self.actions.error}")
-            if state != "absent" and state not in GONE:
-                self.save_until(last)
-            self.count()
+        state = self.actions.look_up(min(LOOK_S, (last - self.now()) / 4))
+        if state == "unknown":
+            self.note(f"gcloud does not answer; the VM is asked itself: {self.actions.error}")
+        if state != "absent" and state not in GONE:
+            self.save_until(last)
+        self.count()
         self.actions.delete_until_absent(self.pause_and_count)
         self.count()
         return 7

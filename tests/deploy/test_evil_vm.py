@@ -199,11 +199,12 @@ def test_an_agent_with_many_keys_does_not_hide_the_right_one(laptop, vm):
         os.kill(int(agent["SSH_AGENT_PID"]), 15)
 
 
-@pytest.mark.parametrize("answer", ["yes", f"echo '{BEGIN}'; yes state=running", f"echo '{BEGIN}'; cat /dev/zero"])
+@pytest.mark.parametrize("answer", ["yes", "yes | head -n 999999; sleep 999", f"echo '{BEGIN}'; yes state=running",
+                                    f"echo '{BEGIN}'; cat /dev/zero"])
 def test_an_answer_without_end_is_refused(laptop, vm, answer):
     (vm.home / ".bashrc").write_text(f"[ -z \"$SSH_CONNECTION\" ] || {{ {answer}; exit 0; }}\n")
     for script in ("status.sh", "fetch.sh"):
-        output = laptop.run(script, vm.ip, status=1)
+        output = laptop.run(script, vm.ip, status=1, timeout_s=60)
         assert "more than 1000000 bytes" in output and len(output) < 10_000
 
 

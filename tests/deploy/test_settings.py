@@ -109,6 +109,14 @@ def test_a_state_folder_that_cannot_be_written_is_one_line(tmp_path):
     assert result.returncode == 2 and "--state=/proc/x/y" in result.stderr and len(result.stderr.splitlines()) == 1
 
 
+def test_a_budget_below_its_own_reserve_deletes_no_vm_of_this_name(tmp_path):
+    environment = {**os.environ, "NANOCHAT_DEPLOY_CONFIG": "/nonexistent", "HOME": str(tmp_path)}
+    command = [ROOT / "deploy/watch.sh", "nano", "--zones=us-a", "--project=p", "--max_usd=0.01", "--usd_per_hour=2",
+               "--", "--run=a"]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+    assert result.returncode == 2 and "error: the budget lasts 18 s, and --margin_s=600" in result.stderr
+
+
 @pytest.mark.parametrize("name", ["../x", "Nano", "nano_1", "1nano", "nano-", "n" * 64])
 def test_a_name_that_google_would_not_take_is_refused_before_any_work(name):
     assert (result := dry_run(name)).returncode == 2 and name in result.stderr

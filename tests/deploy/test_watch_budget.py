@@ -154,6 +154,14 @@ def test_a_vm_that_costs_nothing_never_ends_a_budget_of_money(tmp_path):
     assert books.left_s(0.0) == float("inf") and books.elapsed_s == 1000 * HOUR
 
 
+def test_a_vm_that_the_state_does_not_know_is_saved_before_it_is_deleted(world, keeper):
+    world.known.forget_vm()
+    watch = keeper()
+    watch.books.spent_usd = 5
+    assert watch.run() == 7
+    assert world.vm is None and world.done.index("stop_run") < world.done.index("delete")
+
+
 @pytest.mark.parametrize("deleted_after, spent", [(7, 7), ("", 10), (-1, 10), (99, 10), (10**12, 10)])
 def test_a_vm_that_was_deleted_while_this_machine_slept_costs_nothing_after_its_deletion(
         world, keeper, deleted_after, spent):
