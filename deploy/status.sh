@@ -21,7 +21,8 @@ field() { sed -n "s/^$1=//p" "$TMP/probe"; }
 # ask I puts what from_vm.py lets through of the answer of host I into the file that field reads.
 ask() {
   local READ=(fields)
-  limited 60 vm "$1" probe >"$TMP/probe" 2>"$TMP/ssh" || { echo "unreachable: $(tail -n 1 "$TMP/ssh")"; return 1; }
+  limited 60 vm "$1" probe >"$TMP/probe" 2>"$TMP/ssh" ||
+    { echo "unreachable: $(tail -n 1 "$TMP/ssh" | grep . || echo it gave no reason)"; return 1; }
   cat "$TMP/ssh" >&2
   [ -n "$(field state)" ] || { echo "unreachable: an empty answer"; return 1; }
 }

@@ -113,7 +113,8 @@ STATES="$STATES|HIDING|HIDDEN|UNHIDING"
 IPS_FORM="[0-9a-fA-FNone:.,]*"
 VM_FORM="^($STATES)[|][A-Z_]*[|][0-9]+[|][0-9TZ:.-]*[|][a-z0-9]+-[0-9]+[|]${IPS_FORM}[|]${IPS_FORM}[|](True|False)?$"
 # unreadable says in one line what gcloud printed instead.
-unreadable() { echo "gcloud's answer is none: $(printf '%s' "$TPU_OUT" | LC_ALL=C tr -c ' -~' ' ' | cut -c 1-80)"; }
+unreadable() { echo "gcloud's answer is none${TPU_OUT:+: $(printf '%s' "$TPU_OUT" | LC_ALL=C tr -c ' -~' ' ' |
+  cut -c 1-80)}"; }
 # lookup NAME sets VM_STATE to the state that the API reports, to absent (NOT_FOUND in every zone), or to unknown
 # (VM_ERROR says why; VM_PERMANENT is 1 if no waiting mends that), and the other VM_ variables if the VM exists.
 lookup() {

@@ -189,6 +189,7 @@ def test_an_answer_of_gcloud_that_is_no_description_says_nothing_about_the_vm(la
     flags = ["nano", "--zones=us-west4-a", "--project=p"]
     output = laptop.run("create.sh", *flags, status=4)
     assert "cannot tell whether nano exists: us-west4-a: gcloud's answer is none" in output
+    assert not output.endswith(": \n")
     looked = laptop.run("lib/look.sh", *flags, "--what=vm")
     assert "state=unknown\n" in looked and "permanent=\n" in looked
     laptop.run("stop.sh", *flags, status=4)

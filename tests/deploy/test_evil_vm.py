@@ -208,6 +208,12 @@ def test_an_answer_without_end_is_refused(laptop, vm, answer):
         assert "more than 1000000 bytes" in output and len(output) < 10_000
 
 
+def test_a_vm_that_says_nothing_is_unreachable_for_a_reason(laptop, vm):
+    (vm.home / ".bashrc").write_text("exit 75\n")
+    [line] = [line for line in laptop.run("status.sh", vm.ip, status=1).splitlines() if "unreachable" in line]
+    assert line.split(": ")[1]
+
+
 def test_files_without_end_are_refused_and_leave_room_on_the_disk(tmp_path, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=60_000_000))
     for sent, word in (("0 step_1/x{}\n", "more than 10000 files"), ("20000000 step_1/x{}\n", "no room")):
