@@ -17,29 +17,24 @@ from the reference by more than their seeds do. docs/ablations.md says more.
 import importlib.util
 import os
 import re
-import signal
-import subprocess
 import sys
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from nanochat import common
-from nanochat.checkpoint.meta import load_meta
+from nanochat.checkpoint.meta import load_meta, require_same
 from nanochat.checkpoint.on_disk import list_checkpoints
-from nanochat.common import BadInput, expand_path, flag, get_base_dir, read_flags
+from nanochat.common import BadInput, expand_path, flag, read_flags, run_script
 from nanochat.data.mixture import read_toml
 from nanochat.device.ranks import prepare_xla_environment, resolve_device_type
 from nanochat.record.history import read_run
-from nanochat.run.processes import expected_world_size
+from nanochat.run.processes import expected_world_size, started_module
 from nanochat.train.flags import parse_flags
 from nanochat.train.language import make_task
 from nanochat.train.prepare import FINISHED_FILE, run_directory
 
-BASE_TRAIN = [sys.executable, "-m", "scripts.base_train"]
-STOPPED = 75  # status of base_train: start the same command again
+PREEMPTED = 75  # status of base_train: start the same command again
 NOT_FOR_TABLES = ("run", "seed", "resume", "help")
 LEVEL = 0.05  # of the tests, for a whole table
 
@@ -72,24 +67,17 @@ def main(argv=None):
     print(f"{len(trials)} runs; {sum(trial.is_finished() for trial in trials)} finished before", flush=True)
     if flags.dry_run:
         return 0
-    return run_all(trials, common.require_writable_dir(get_base_dir() / "ablations" / flags.table.stem))
-
-
-def run_all(trials, folder):
-    """Trains the unfinished runs, and prints the results. Returns the exit status."""
     num_failed = 0
     for trial in trials:
         if trial.is_finished():
             continue
-        log_path = folder / f"{trial.variant}.{trial.seed}.log"
-        print(f"{trial.variant}, seed {trial.seed}: {log_path}", flush=True)
-        status = run_trial(trial, log_path)
-        if status == STOPPED:
-            print("stopped: the same command resumes", flush=True)
-            return STOPPED
+        with started_module("scripts.base_train", *trial.argv, env={"WANDB_MODE": "disabled", **os.environ}) as process:
+            status = process.wait()
+        if status == PREEMPTED:
+            return status
         if status:
             num_failed += 1
-            print(f"warning: {trial.variant}, seed {trial.seed} ended with status {status}: see {log_path}", flush=True)
+            print(f"warning: {trial.variant}, seed {trial.seed} ended with status {status}", flush=True)
     finals = {trial.variant: [] for trial in trials}
     for trial in trials:
         finals[trial.variant] += finals_of(trial)
@@ -99,46 +87,12 @@ def run_all(trials, folder):
     return 1 if num_failed else 0
 
 
-def run_trial(trial, log_path):
-    """Trains one run in a process of its own, and returns its exit status. Ctrl-C, or the end of this process, stops it
-    after a checkpoint."""
-    command = [*BASE_TRAIN, *trial.argv]
-    with open(log_path, "a") as log:
-        # In a session of its own, it does not get the terminal's Ctrl-C, but the one SIGTERM from here.
-        process = subprocess.Popen(
-            command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True,
-            preexec_fn=partial(common.end_with_parent, os.getpid(), signal.SIGTERM),
-            env={"WANDB_MODE": "disabled", **os.environ})
-        try:
-            return process.wait()
-        except KeyboardInterrupt:
-            print("stopping, after a checkpoint", flush=True)
-            process.terminate()
-            process.wait()
-            raise
-
-
 # The table
 
 
 def read_trials(path):
     """Returns the Trials of a table: all variants with the first seed, then with the second, and so on. Raises
     BadInput."""
-    seeds, shared, variants = read_table(path)
-    trials = []
-    for seed in seeds:
-        for variant, own in variants.items():
-            where = f"{path}: variant {variant}"
-            argv = [*to_flags(shared | own, where), f"--run={path.stem}.{variant}.{seed}", f"--seed={seed}"]
-            try:
-                trials.append(make_trial(variant, seed, argv))
-            except BadInput as error:
-                raise BadInput(f"{where}: {error}") from None
-    return trials
-
-
-def read_table(path):
-    """Returns the seeds, the flags of all runs {name: value}, and {variant: its own flags} of a TOML file."""
     table = read_toml(path)
     seeds, shared, variants = table.pop("seeds", [0]), table.pop("flags", {}), table.pop("variants", {})
     if table:
@@ -146,24 +100,29 @@ def read_table(path):
     is_whole = isinstance(seeds, list) and all(type(seed) is int for seed in seeds)
     if not is_whole or not seeds or len(set(seeds)) < len(seeds):
         raise BadInput(f"{path}: seeds = {seeds} is not a list of different whole numbers, such as [0, 1, 2]")
-    if not isinstance(variants, dict) or not variants or not all(map(is_section, [shared, *variants.values()])):
+    sections = [variants, shared, *variants.values()] if isinstance(variants, dict) else []
+    if not variants or not sections or not all(isinstance(each, dict) for each in sections):
         raise BadInput(f"{path} names no variants: write [flags], and a section [variants.NAME] for each variant, with "
                        "one flag per line below it")
-    return seeds, shared, variants
+    trials = []
+    for seed in seeds:
+        for variant, own in variants.items():
+            try:
+                argv = [*to_flags(shared | own), f"--run={path.stem}.{variant}.{seed}", f"--seed={seed}"]
+                trials.append(make_trial(variant, seed, argv))
+            except BadInput as error:
+                raise BadInput(f"{path}: variant {variant}: {error}") from None
+    return trials
 
 
-def is_section(found):
-    return isinstance(found, dict)
-
-
-def to_flags(values, where):
-    """Returns {"depth": 4, "no_compile": True} as ["--depth=4", "--no_compile"]. where: for BadInput."""
+def to_flags(values):
+    """Returns {"depth": 4, "no_compile": True} as ["--depth=4", "--no_compile"]. Raises BadInput."""
     argv = []
     for name, value in values.items():
         if name in NOT_FOR_TABLES or not re.fullmatch(r"[a-z][\w-]*", name):
-            raise BadInput(f"{where}: {name} is not for a table: leave it out")
+            raise BadInput(f"{name} is not for a table: leave it out")
         if value is False or not isinstance(value, (bool, int, float, str)):
-            raise BadInput(f"{where}: {name} = {value} is no value of a flag: write it as in --{name}=VALUE")
+            raise BadInput(f"{name} = {value} is no value of a flag: write it as in --{name}=VALUE")
         argv.append(f"--{name}" if value is True else f"--{name}={value}")
     return argv
 
@@ -178,18 +137,13 @@ def make_trial(variant, seed, argv):
         raise BadInput("--eval_every=-1: a comparison needs evaluations, so give it a number of steps")
     # The table decides: the run must not take its architecture from an earlier checkpoint of that name.
     task = make_task(flags.replace(resume="never"), device_type, expected_world_size(device_type), directory)
-    trial = Trial(variant, seed, argv, directory, task.plan.num_iterations)
-    now = task.flags.replace(resume=flags.run.resume).as_dict() | {
-        "the hash of the data": task.data_fingerprint, "the hash of the tokenizer": task.tokenizer.sha256}
     for path in list_checkpoints(directory)[-1:]:
         meta = load_meta(path)
-        saved = meta.flags | {"the hash of the data": meta.data_fingerprint,
-                              "the hash of the tokenizer": meta.tokenizer_sha256}
-        changed = [f"{name} {saved[name]} -> {now[name]}" for name in now if name in saved and saved[name] != now[name]]
-        if changed:
-            raise BadInput(f"{directory} is a run with other flags or data ({', '.join(changed)}): give it the old "
-                           "values, rename the variant or the table, or delete that folder")
-    return trial
+        now = task.flags.replace(resume=flags.run.resume).as_dict()
+        require_same(path, {f"--{name}": (meta.flags[name], now[name]) for name in now if name in meta.flags} | {
+            "the hash of the tokenizer": (meta.tokenizer_sha256, task.tokenizer.sha256),
+            "the hash of the data": (meta.data_fingerprint, task.data_fingerprint)})
+    return Trial(variant, seed, argv, directory, task.plan.num_iterations)
 
 
 # The results
@@ -259,4 +213,4 @@ def holm(p_values):
 
 
 if __name__ == "__main__":
-    common.run_script(main)
+    run_script(main)

@@ -12,6 +12,7 @@ import pytest
 
 from nanochat.checkpoint.saver import save_checkpoint
 from nanochat.common import BadInput
+from nanochat.data.tokenizer import load_tokenizer
 from nanochat.train.flags import parse_flags
 from scripts import ablate
 from scripts.ablate import holm, print_results, read_trials, welch_p
@@ -104,7 +105,7 @@ def test_finished_runs_are_not_repeated_and_their_differences_are_told(write_tab
         finish(trial, shifts[trial.variant, trial.seed])
     assert ablate.main([str(table)]) == 0
     output = capsys.readouterr().out
-    assert "4 runs; 4 finished before" in output and not list((base_dir / "ablations" / "rates").glob("*.log"))
+    assert "4 runs; 4 finished before" in output and "scripts.base_train" not in output
     (row,) = [line for line in output.splitlines() if line.startswith("fast")]
     assert "-0.5010" in row and row.endswith("better")
 
@@ -122,13 +123,14 @@ def test_a_run_without_the_evaluation_of_its_last_step_is_left_out(write_table, 
 
 
 @pytest.mark.parametrize("changed, words", [
-    ({"matrix_lr": 0.5}, "matrix_lr 0.5 -> "), ({"data_fingerprint": "other"}, "hash of the data other -> "),
-    ({"tokenizer_sha256": "0" * 64}, "hash of the tokenizer 0+ -> ")])
-def test_a_run_of_the_same_name_with_other_flags_or_data_is_refused(changed, words, write_table):
+    ({"matrix_lr": 0.5}, "matrix_lr is 0.5"), ({"data_fingerprint": "other"}, "hash of the data is other"),
+    ({"tokenizer_sha256": "0" * 64}, "hash of the tokenizer is 0+")])
+def test_a_run_of_the_same_name_with_other_flags_or_data_is_refused(changed, words, write_table, byte_tokenizer_dir):
     trial = read_trials(write_table())[0]
+    same = {"flags": {}, "tokenizer_sha256": load_tokenizer(byte_tokenizer_dir).sha256}
     fields = {"flags": changed} if "matrix_lr" in changed else changed
-    save_checkpoint(trial.directory, *make_state(), make_meta(**fields), num_lanes=0)
-    with pytest.raises(BadInput, match=f"rates.default.0 .*{words}"):
+    save_checkpoint(trial.directory, *make_state(), make_meta(**{**same, **fields}), num_lanes=0)
+    with pytest.raises(BadInput, match=f"rates.default.0/.*{words}"):
         ablate.main([str(write_table())])
 
 
@@ -220,5 +222,4 @@ def test_ctrl_c_stops_after_a_checkpoint(write_table, base_dir):
         wait_for_step_40(metrics, process)
         process.send_signal(signal.SIGINT)
         output, _ = process.communicate(timeout=120)
-    assert process.returncode == 130 and "stopping, after a checkpoint" in output
-    assert list(metrics.parent.glob("step_*")) and (base_dir / "ablations" / "rates" / "default.0.log").exists()
+    assert process.returncode == 130 and list(metrics.parent.glob("step_*")), output
