@@ -1,13 +1,11 @@
-"""Says what came of one or more runs, and what would make them faster: a printed table and recommendations, and a page
-of curves, report.html with curves.png.
+"""Says what came of one or more runs, and what would make them faster: a printed table and recommendations, and a
+picture of their curves, curves.png.
 
     python3 -m scripts.report RUN [RUN …]
 
 RUN is the name of a run, its directory, or a copy of its metrics.jsonl. Broken lines mark interruptions. It needs
 matplotlib: pip install '.[report]'
 """
-import base64
-import html
 import importlib.util
 import json
 import platform
@@ -72,19 +70,7 @@ def main(argv=None):
     if completion is not None:
         pictures.append(save_figure(out_dir / "completion.png", [partial(draw_metric, runs, *PANELS[0]),
                                                                  partial(draw_text, completion)]))
-    page = make_page(" and ".join(run.name for run in runs), texts, pictures)
-    (out_dir / "report.html").write_text(page, encoding="utf-8")
-    print(f"\n{out_dir / 'report.html'}, {', '.join(path.name for path in pictures)}")
-
-
-def make_page(title, texts, pictures):
-    """Returns one HTML document with the texts and the pictures, which refers to nothing else."""
-    parts = [f'<!DOCTYPE html>\n<html lang="en"><meta charset="utf-8"><title>{html.escape(title)}</title>']
-    parts += [f"<pre>{html.escape(text)}</pre>" for text in texts]
-    for path in pictures:
-        encoded = base64.b64encode(path.read_bytes()).decode()
-        parts.append(f'<img alt="{path.stem}" src="data:image/png;base64,{encoded}">')
-    return "\n".join(parts) + "\n"
+    print("", *pictures, sep="\n")
 
 
 # The summary

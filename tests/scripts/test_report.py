@@ -36,7 +36,7 @@ def test_an_interruption_is_marked_at_its_place(interrupted):
     assert mark.get_xdata()[0] > 0
 
 
-def test_a_report_has_the_numbers_and_pictures_of_its_runs_and_refers_to_nothing_else(interrupted, base_dir, capsys):
+def test_a_report_has_the_numbers_and_the_picture_of_its_runs(interrupted, base_dir, capsys):
     from matplotlib import image
     shutil.copytree(interrupted, base_dir / "checkpoints" / "copy")
     main(["test", str(base_dir / "checkpoints" / "copy" / "metrics.jsonl")])
@@ -53,11 +53,9 @@ def test_a_report_has_the_numbers_and_pictures_of_its_runs_and_refers_to_nothing
                         ("goodput", f"{records[-2].get('goodput', 0):.1%}")):
         second = "copy" if what == "run" else value
         assert re.search(rf"^{re.escape(what)}\s+{re.escape(value)}\s+{re.escape(second)}$", output, re.M), what
-    page = (interrupted / "report" / "report.html").read_text()
-    assert "http" not in page and page.count("<img ") == page.count('src="data:image/png;base64,') == 1
     pixels = image.imread(interrupted / "report" / "curves.png")
     assert min(pixels.shape[:2]) > 300 and pixels.std() > 0.05  # something is on it
-    assert f"{validation[best]:.4f} at step {best}" in page and "Recommendations for copy:" in page
+    assert "Recommendations for copy:" in output
     with open(interrupted / "metrics.jsonl", "a") as file:
         file.write('{"step": 7, "los')  # a crash left an incomplete line
     run = read_run(interrupted)
@@ -99,7 +97,6 @@ def test_a_completion_stands_beside_the_loss(tmp_path, capsys):
         right_parts.append(pixels[:, pixels.shape[1] * 6 // 10:])
         assert pixels[:, :pixels.shape[1] // 2].std() > 0.05  # the loss
     assert right_parts[0].std() == 0 < right_parts[1].std()
-    assert 'alt="completion"' in (tmp_path / "report.html").read_text()
     with pytest.raises(BadInput, match="--completion=.*none.txt cannot be read"):
         main([str(tmp_path), f"--completion={tmp_path / 'none.txt'}"])
 
