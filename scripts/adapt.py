@@ -12,7 +12,7 @@ import os
 import shlex
 import shutil
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -23,7 +23,8 @@ from nanochat.data.bucket import data_place, in_bucket
 from nanochat.data.mixture import Source, tokens_in
 from nanochat.data.shards import DEFAULT_DIRS, TextFlags, open_shards, open_text, read_columns
 from nanochat.data.tokenizer import load_tokenizer
-from nanochat.infer.load import load_language_meta, resolve_inference_device_type
+from nanochat.device.ranks import resolve_device_type
+from nanochat.infer.load import load_language_meta
 from nanochat.model.config import GPTConfig
 from nanochat.model.rates import run_lr_scale
 from nanochat.record.metrics import METRICS_FILE, parse_record
@@ -54,7 +55,7 @@ class Flags:
     epochs: float = flag(6.0, "passes over the project, at most", above=0, at_most=1000)
     minutes: float = flag(8.0, "minutes of training on a CPU, about and at most", above=0)
     rate: float = flag(0.15, "learning rates, relative to the highest of the first training", above=0, at_most=10)
-    device_type: str = flag("auto", "devices to train on, as for base_train; auto: the CPU without a TPU or GPU")
+    device_type: str = flag("auto", "devices to train on, as for base_train")
 
 
 def divide(shards, folder):
@@ -105,7 +106,7 @@ def count_steps(flags, meta, own, tokenizer):
     """Returns the steps of the training, half of whose tokens are of the project."""
     tokens = meta.total_batch_size
     steps = flags.epochs * tokens_in(own, tokenizer) / (tokens / 2)
-    if resolve_inference_device_type(flags.device_type) in ("cpu", "xla"):
+    if flags.device_type in ("cpu", "xla"):
         config = meta.config_as(GPTConfig)
         seconds = min(seconds_of_row(config) for _ in range(3)) * tokens / config.max_seq_len  # the first warms up
         steps = min(steps, 60 * flags.minutes / seconds)
@@ -116,15 +117,14 @@ def training_flags(flags, path, meta, steps, folder):
     """Returns the flags of base_train, for so many steps from the checkpoint at `path`, which has the Meta. folder: of
     the mixture and the project's text."""
     every = max(1, steps // EVALUATIONS)
-    device_type = resolve_inference_device_type(flags.device_type)
     found = [f"--run={flags.run}", f"--init_from={path}", f"--data_dir={folder / 'mix.toml'}",
              f"--num_iterations={steps}", "--warmdown_ratio=1", *rate_flags(flags, meta, steps),
              f"--total_batch_size={meta.total_batch_size}", f"--eval_every={every}", f"--eval_tokens={EVAL_TOKENS}",
              "--sample_every=-1", f"--save_every={every}", f"--keep_every={every}",
-             f"--device_type={device_type}"]
+             f"--device_type={flags.device_type}"]
     # Each lane reads other files from their first line on. So few lanes see whole files in a short training, and many
     # would see beginnings, mostly licences.
-    found.append(f"--num_lanes={expected_world_size(device_type)}")
+    found.append(f"--num_lanes={expected_world_size(flags.device_type)}")
     for name in KEPT:
         if meta.flags.get(name) not in (None, ""):
             found.append(f"--{name}={meta.flags[name]}")
@@ -219,6 +219,7 @@ def report(flags, metrics, training):
 
 def main(argv=None):
     (flags,) = read_flags(argv, __doc__, {Flags: "flags"})
+    flags = replace(flags, device_type=resolve_device_type(flags.device_type))
     metrics = run_directory(TrainFlags(RunFlags(flags.run))) / METRICS_FILE
     folder = get_base_dir() / "adapt" / flags.run
     unfinished = folder / UNFINISHED_FILE

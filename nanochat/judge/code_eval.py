@@ -1,4 +1,4 @@
-"""Measures the share of a model's C++ that compiles and passes tests: during a run, and for scripts/code_eval.py."""
+"""Measures the share of a model's C++ that compiles and passes tests, for scripts/code_eval.py."""
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 

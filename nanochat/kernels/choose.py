@@ -4,20 +4,19 @@
 |-----------|------------------------|-------------------|-------------------|----------------------------------|
 | `current` | everywhere             | one after another | PyTorch's         | all tokens (loss.py)             |
 | `chunked` | TPU, XLA               | a loop            | PyTorch's         | up to 8,192 tokens (xla_loss.py) |
-| `chunked` | CPU                    | one after another | on_cpu.py's       | a block in the cache (on_cpu.py) |
-| `chunked` | CUDA                   | one after another | PyTorch's         | 1,024 tokens (loss.py)           |
+| `chunked` | CPU, CUDA              | one after another | PyTorch's         | 1,024 tokens (loss.py)           |
 | `flash`   | TPU with jax           | a loop            | one Pallas kernel | up to 8,192 tokens (xla_loss.py) |
 | `cce`     | CUDA, with its package | one after another | PyTorch's         | none: cut cross-entropy          |
 
 With a teacher, the loss of `current` holds the logits of all tokens, the others those of a chunk; loss.py has the
-mathematics. `auto` is `flash` on a TPU with jax installed, `chunked` on a TPU without it and on a CPU,
-and otherwise `current`.
+mathematics. `auto` is `flash` on a TPU with jax installed, `chunked` on a TPU without it, and otherwise
+`current`.
 """
 import importlib.util
 from functools import partial
 
 from nanochat.common import BadInput
-from nanochat.kernels import int8, loss, on_cpu, plain, xla, xla_loss
+from nanochat.kernels import int8, loss, plain, xla, xla_loss
 from nanochat.kernels.products import Int8, Plain
 from nanochat.kernels.sharded import WHOLE
 from nanochat.model.layers import PLAIN, Kernels, Products
@@ -40,8 +39,9 @@ def get_kernels(name, device_type, sharding=WHOLE, chunk_tokens=None, products="
     """
     available = available_kernels(device_type)
     if name == "auto":
-        best = {"tpu": "flash", "cpu": "chunked"}.get(device_type, "current")
-        name = best if best in available else "chunked"
+        name = "current"
+        if device_type == "tpu":
+            name = "flash" if "flash" in available else "chunked"
     if name not in available:
         raise BadInput(f"--kernel={name} does not run here (device type {device_type}): "
                        f"choose {' or '.join(available)}")
@@ -54,7 +54,6 @@ def get_kernels(name, device_type, sharding=WHOLE, chunk_tokens=None, products="
                        f"--kernel={name} has none here (device type {device_type}): use 1 chip along both, or "
                        "--kernel=flash or chunked on tpu or xla")
     recompute = plain.recompute_on_xla if on_xla else plain.recompute
-    attention = plain.attention
     if name == "current":
         cross_entropy = loss.full_cross_entropy
         mean_loss = loss.full_mean_loss
@@ -65,11 +64,8 @@ def get_kernels(name, device_type, sharding=WHOLE, chunk_tokens=None, products="
         chunk_tokens = chunk_tokens or loss.CHUNK_TOKENS
         cross_entropy = partial(loss.chunked_cross_entropy, chunk_tokens)
         mean_loss = partial(loss.chunked_mean_loss, chunk_tokens)
-        if device_type == "cpu":
-            attention = on_cpu.attention
-            mean_loss = partial(on_cpu.mean_loss, chunk_tokens)
     in_layer = PLAIN
     if products == "int8":
         in_layer = Products(int8.Linear.apply, int8.LinearOfSquare.apply)
         mean_loss = partial(xla_loss.mean_loss, chunk_tokens or loss.CHUNK_TOKENS, WHOLE, Int8())
-    return Kernels(name, attention, cross_entropy, mean_loss, plain.embedding, recompute, products=in_layer)
+    return Kernels(name, plain.attention, cross_entropy, mean_loss, plain.embedding, recompute, products=in_layer)

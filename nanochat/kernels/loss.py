@@ -5,9 +5,9 @@
 Both distributions of the KL divergence are at `temperature`; its square keeps the gradients of the two terms
 comparable.
 
-This file has the losses in PyTorch's own operations, for every device, and ChunkedLoss, with which xla_loss.py and
-on_cpu.py differentiate theirs. hidden is (N, C), head (V, C), targets (N,); a target of IGNORE_INDEX has neither loss
-nor gradient, but counts in the mean.
+This file has the losses in PyTorch's own operations, for every device, and ChunkedLoss, with which xla_loss.py
+differentiates its own. hidden is (N, C), head (V, C), targets (N,); a target of IGNORE_INDEX has neither loss nor
+gradient, but counts in the mean.
 """
 from dataclasses import dataclass
 from typing import NamedTuple

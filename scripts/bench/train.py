@@ -2,7 +2,7 @@
 
     python3 -m scripts.bench train --depth=4
 
-current: eager, with PyTorch's attention and loss. chunked: eager, with this project's, the default on a CPU. XLA.
+current: eager, with the logits of all tokens. chunked: eager, with those of 1,024. XLA: the default.
 """
 from dataclasses import dataclass
 

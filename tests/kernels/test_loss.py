@@ -122,6 +122,6 @@ def test_losses_of_tokens_by_chunks_are_those_without(name):
 
 
 def test_auto_takes_chunks_on_a_tpu_without_jax(monkeypatch):
-    assert [get_kernels("auto", device).name for device in ("tpu", "cpu", "cuda")] == ["flash", "chunked", "current"]
+    assert [get_kernels("auto", device).name for device in ("tpu", "cpu", "cuda")] == ["flash", "current", "current"]
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert get_kernels("auto", "tpu").name == "chunked"

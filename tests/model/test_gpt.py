@@ -9,7 +9,6 @@ import torch_xla
 
 from nanochat.common import BadInput
 from nanochat.infer.quantize import Int8GPT
-from nanochat.kernels import on_cpu
 from nanochat.kernels.choose import get_kernels
 from nanochat.model.config import GPTConfig
 from nanochat.model.gpt import GPT, KVCache
@@ -99,8 +98,7 @@ def test_logits_equal_an_independent_reference(overrides):
 
 
 @pytest.mark.parametrize("kernel", ["current", "chunked"])
-def test_gradients_agree_with_finite_differences(kernel, monkeypatch):
-    monkeypatch.setattr(on_cpu, "BLOCK_QUERIES", 4)
+def test_gradients_agree_with_finite_differences(kernel):
     config = GPTConfig(vocab_size=17, max_seq_len=6, n_layer=2, n_embd=8, n_head=2, n_kv_head=1,
                        **{**PLAIN, "window_pattern": "SL", "short_window": 3})
     model = build(config, kernel, chunk_tokens=7, compute_dtype=torch.float64).double()
@@ -131,8 +129,7 @@ MODELS = [(15.0, "off"), (0.0, "shared"), (15.0, "shared")]
     pytest.param(*kernel, *model, marks=[pytest.mark.slow] if (at + of_model) % 3 else [])  # each kernel once is quick
     for at, kernel in enumerate(KERNELS) for of_model, model in enumerate(MODELS)])
 def test_every_kernel_gives_the_same_losses_and_gradients(kernel, activation_checkpointing, device_type, softcap,
-                                                          values, monkeypatch):
-    monkeypatch.setattr(on_cpu, "BLOCK_QUERIES", 5)
+                                                          values):
     config = GPTConfig(vocab_size=61, max_seq_len=12, n_layer=3, n_embd=256, n_head=2, n_kv_head=1,
                        window_pattern="SL", short_window=6, softcap=softcap, key_shift=values != "off",
                        layer_gates=softcap == 0, value_embeddings=values)
