@@ -22,8 +22,11 @@ class Actions:
         self.was_absent = False  # whether gcloud did not find the VM when it was asked last
 
     def save(self):
-        if not self.known.save(self.settings.state / "known.json"):
+        """Writes down what is known, for the other process. Returns whether that worked."""
+        is_saved = self.known.save(self.settings.state / "known.json")
+        if not is_saved:
             self.journal.note_change("disk", f"cannot write to {self.settings.state}: is the disk full?")
+        return is_saved
 
     # ------------------------------------------------------------------
     # Looking
@@ -217,6 +220,8 @@ class Actions:
             status = self.delete()
             if status == 0:
                 self.journal.note("VM deleted")
+            elif status == 3 and self.known.exists and self.probe(60):
+                self.journal.note_change("delete", "gcloud finds no VM, but it answers, and costs money; trying again")
             elif status == 3:
                 absent += 1
             else:

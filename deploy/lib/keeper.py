@@ -32,7 +32,9 @@ class Keeper:
 
     def read_known(self):
         """Takes over what the worker knows."""
-        self.actions.known = self.known = Known.load(self.settings.state / "known.json")
+        path = self.settings.state / "known.json"
+        if path.exists():  # somebody may have deleted it, and the VM costs money nevertheless
+            self.actions.known = self.known = Known.load(path)
 
     def count(self):
         """Counts the spending and returns the seconds that are left before the part that is reserved for the end."""

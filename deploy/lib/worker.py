@@ -106,7 +106,9 @@ class Worker:
     def make(self):
         """Creates the VM and starts the run. That a VM may exist is written down before the creation begins."""
         self.known.creating = True
-        self.actions.save()
+        if not self.actions.save():  # nobody would count what it costs
+            self.known.creating = False
+            return
         self.note(f"creating {self.settings.name}: {self.settings.type} in {', '.join(self.settings.zones)}")
         result = self.call("create", (CREATE_S + LOOK_S) * len(self.settings.zones), "--rounds=1", *self.limit_flags())
         if result.status in (2, 5, 6):  # it made none

@@ -1,4 +1,5 @@
 """The budget of watch.sh with a clock and a VM that are made up."""
+import shutil
 import subprocess
 from dataclasses import replace
 
@@ -160,6 +161,21 @@ def test_a_vm_that_the_state_does_not_know_is_saved_before_it_is_deleted(world, 
     watch.books.spent_usd = 5
     assert watch.run() == 7
     assert world.vm is None and world.done.index("stop_run") < world.done.index("delete")
+
+
+def test_a_vm_that_answers_is_not_gone_whatever_gcloud_finds(world, keeper):
+    answers = [3] * 6
+    world.fails["delete"] = lambda flags: answers.pop() if answers else None if world.vm else 3
+    assert keeper().run() == 7 and world.vm is None
+    assert "gcloud finds no VM, but it answers" in world.text()
+
+
+def test_a_state_folder_that_somebody_deleted_stops_no_count(world, keeper):
+    watch = keeper()
+    watch.read_known()
+    shutil.rmtree(world.settings.state)
+    assert watch.run() == 7 and world.vm is None
+    assert 0.8 < watch.books.spent_usd <= 1
 
 
 @pytest.mark.parametrize("deleted_after, spent", [(7, 7), ("", 10), (-1, 10), (99, 10), (10**12, 10)])

@@ -1,4 +1,5 @@
 """The rules of watch.sh with a clock and a VM that are made up: what is done, in which order, and what is not done."""
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -194,6 +195,18 @@ def test_a_creation_is_known_before_it_begins_and_a_stockout_forgets_it(world):
     worker = world.worker()
     polls(worker, 1)
     assert seen == [(True, True)] and not Known.load(world.settings.state / "known.json").creating
+
+
+def test_no_vm_is_created_that_cannot_be_written_down(world):
+    world.known.forget_vm()
+    world.vm = None
+    worker = world.worker()
+    shutil.rmtree(world.settings.state)
+    polls(worker, 5)
+    assert "create" not in world.done and not world.known.creating
+    world.settings.state.mkdir()
+    polls(worker, 1)
+    assert "create" in world.done
 
 
 def test_of_two_vms_the_older_one_stays(world):
