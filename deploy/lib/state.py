@@ -214,7 +214,7 @@ class Books:
         else:
             if self.was not in ("absent", "creating"):
                 lasted_s = min(seconds, known.gone_at - self.counted_at) if known.gone_at else seconds
-                self.spent_usd = max(0, self.spent_usd + self.usd_per_hour * lasted_s / 3600)
+                self.spent_usd = max(0, self.spent_usd + (self.usd_per_hour or usd_per_hour) * lasted_s / 3600)
                 usd = 0
             self.pending_usd = self.pending_usd + usd if known.creating else 0
             self.was = "creating" if known.creating else "absent"
