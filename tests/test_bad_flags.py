@@ -33,7 +33,7 @@ from hypothesis import strategies as st  # noqa: E402
 LAUNCHED = ["spawn", "Trainer"]  # of nanochat.train.launch
 # Where the real work of each script begins: there the test stops it.
 WORK = {
-    "ablate": ["run_all"], "adapt": ["run_module"], "base_eval": ["DataLoader"],
+    "ablate": ["started_module"], "adapt": ["run_module"], "base_eval": ["DataLoader"],
     "base_train": ["spawn", "Trainer", "run_preflight"],
     "bench.kernels": ["measure"], "bench.loader": ["compare_all"], "bench.train": ["Training"], "code_eval": ["Judge"],
     "demo": ["run"], "eval_table": ["run_module"], "export": ["load_model"], "generate": ["Engine"],
