@@ -29,8 +29,6 @@ class Flags(TokenizerFlags):
     format: str = flag("transformers", "a folder for transformers, or one file of weights", choices=FORMATS)
     checkpoint: str = flag("", "a run (its newest checkpoint), RUN/step_000100 or a path; none: the newest",
                            of=not_empty)
-    manifest: Path | None = flag(None, "manifest.json of the training corpus, for the model card; default: the one "
-                                 "beside the checkpoint's data, if that is unchanged", of=expand_path)
     force: bool = flag(False, "replace an existing export")
 
 
@@ -44,7 +42,6 @@ def main(argv=None):
         export.check_copy()
     out = Path(os.path.abspath(flags.out))
     export.check_place(out, flags.force)
-    manifest = model_card.read_manifest(flags.manifest) if flags.manifest else None
     path = find_checkpoint(flags.checkpoint).absolute()
     if out == path or out in path.parents or path in out.parents:
         raise BadInput(f"--out={out} and the checkpoint {path} overlap: name another place")
@@ -60,7 +57,7 @@ def main(argv=None):
             else:
                 card = model_card.write_card(
                     path.parent.name, model, meta, run=metrics_until(path, meta.step),
-                    manifest=manifest or model_card.find_manifest(meta), is_scaled=export.is_scaled(model))
+                    manifest=model_card.find_manifest(meta), is_scaled=export.is_scaled(model))
                 export.write_for_transformers(folder, model, tokenizer, card)
     except (OSError, UnicodeError, SafetensorError) as error:
         if is_disk_full(error):

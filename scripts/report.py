@@ -21,7 +21,6 @@ import numpy as np
 from nanochat.checkpoint.meta import load_meta
 from nanochat.checkpoint.on_disk import list_checkpoints
 from nanochat.common import BadInput, expand_path, flag, read_flags, read_named, require_writable_dir, run_script
-from nanochat.device import tpu
 from nanochat.device.tpu import GIB
 from nanochat.model.config import CONFIG_FLAGS
 from nanochat.record.history import read_run
@@ -40,8 +39,6 @@ class Flags:
     preflight: Path | None = flag(None, "also print the measurements beside FILE of tpu_preflight --json",
                                   metavar="FILE", of=expand_path)
     out_dir: Path | None = flag(None, "the report's folder; default: report/ in the first run's", of=expand_path)
-    accelerator: str | None = flag(None, "also print what the runs cost on spot VMs of this TPU, such as v5litepod-8, "
-                                   "in the dearest region")
 
 
 def main(argv=None):
@@ -50,16 +47,11 @@ def main(argv=None):
         raise BadInput(f"{len(flags.runs)} runs are too many for one picture: give at most {MOST_RUNS}")
     if not importlib.util.find_spec("matplotlib"):
         raise BadInput("matplotlib is not installed: pip install '.[report]'")
-    usd_per_hour = None
-    if flags.accelerator is not None:
-        usd_per_hour = tpu.usd_per_hour(tpu.parse_accelerator(flags.accelerator).accelerator, spot=True)
-        if usd_per_hour is None:
-            raise BadInput(f"no price of --accelerator={flags.accelerator} is known: leave it out")
     estimate = read_preflight(flags.preflight) if flags.preflight else None
     completion = flags.completion and read_named("completion", flags.completion).decode(errors="replace")
     runs = [read_run(name) for name in flags.runs]
     out_dir = require_writable_dir(flags.out_dir or runs[0].directory / "report")
-    texts = [format_table(summarise(runs, usd_per_hour))]
+    texts = [format_table(summarise(runs))]
     for run in runs:
         texts.append("\n".join([f"Recommendations for {run.name}:", *recommend(run, flags_of(run))]))
     if estimate:
@@ -76,20 +68,17 @@ def main(argv=None):
 # The summary
 
 
-def summarise(runs, usd_per_hour=None):
+def summarise(runs):
     """Returns the rows of the summary, (label, [a text for each run]), without those that are empty for all runs."""
-    columns = [summary_of(run, usd_per_hour) for run in runs]
+    columns = [summary_of(run) for run in runs]
     rows = [(label, [column[label] for column in columns]) for label in columns[0]]
     return [(label, texts) for label, texts in rows if any(texts)]
 
 
-def summary_of(run, usd_per_hour):
+def summary_of(run):
     """Returns {label: text} of one run, "" for what is unknown. All runs have the same labels."""
-    speed = run.median("tokens_per_s")
     losses = run.series("loss")[1][-20:]
     sets = sorted({name for record in run.records for name in record if name.startswith("val_bpb_")})
-    cost = usd_per_hour and usd_per_hour * run.wall_s() / 3600
-    cost_of_billion = usd_per_hour and speed and usd_per_hour * 1e9 / speed / 3600
     return {
         "run": run.name,
         "steps": f"{run.records[-1]['step']:,}",
@@ -102,15 +91,13 @@ def summary_of(run, usd_per_hour):
         "validation sets": ", ".join(f"{name.removeprefix('val_bpb_')} {run.last(name):.4f}" for name in sets
                                      if run.last(name) is not None),
         "held-out puzzles solved": text(run.last("val_exact"), "{:.1%}"),
-        "tokens/s, median": text(speed, "{:,.0f}"),
+        "tokens/s, median": text(run.median("tokens_per_s"), "{:,.0f}"),
         "puzzles/s, median": text(run.median("puzzles_per_s"), "{:,.0f}"),
         "MFU, median": text(run.median("mfu"), "{:.1%}"),
         "waiting for data": text(run.median("data_wait"), "{:.1%}"),
         "dispatching programs": text(run.median("host_dispatch"), "{:.1%}"),
         "peak device memory, GiB": text(scaled(peak_bytes(run), 1 / GIB), "{:.1f}"),
         "wall time": format_duration(run.wall_s()),
-        "cost of that time, USD": text(cost, "{:.2f}"),
-        "cost of 1B tokens, at this speed, USD": text(cost_of_billion, "{:.2f}"),
         "interruptions": str(len(run.interruptions())),
         "goodput": text(run.last("goodput"), "{:.1%}"),
         "not training": ", ".join(f"{kind} {part:.1%}" for kind, part in parts_of(run).items()

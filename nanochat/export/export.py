@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from nanochat.checkpoint.on_disk import SUMS, sums_text, sync_to_disk
 from nanochat.checkpoint.pieces import save_tensors
 from nanochat.common import BadInput
-from nanochat.export.huggingface import tokenizer_json
+from nanochat.data.tokenizer_json import ALIKE, byte_of_character, last_pair
 from nanochat.kernels.choose import get_kernels
 from nanochat.model import logit_cap
 from nanochat.model.layers import NORM_EPS
@@ -217,3 +217,76 @@ def new_place(out, force, needed_bytes):
         shutil.rmtree(old, ignore_errors=True)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+# The tokenizer, as the tokenizer.json of Hugging Face's library; data/tokenizer_json.py reads it back
+
+BOS = "<|bos|>"
+BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+
+
+def tokenizer_json(tokenizer):
+    """Returns the content of a tokenizer.json that gives text the ids of `tokenizer`. The library differs in two ways:
+    it puts <|bos|> before the text unless add_special_tokens is False, and encodes the name of a special token as that
+    token unless split_special_tokens is True."""
+    if not ALIKE.fullmatch(tokenizer.pattern):
+        raise BadInput(f"Hugging Face's library may read the split pattern {tokenizer.pattern} differently: give "
+                       "another --tokenizer_dir")
+    return json.dumps({
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [_added_token(name, number) for name, number in _by_id(tokenizer.special_tokens)],
+        "normalizer": None,
+        # "Removed" drops what the pattern does not match, as tiktoken does.
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [
+            {"type": "Split", "pattern": {"Regex": tokenizer.pattern}, "behavior": "Removed", "invert": True},
+            BYTE_LEVEL]},
+        "post_processor": _put_bos_first(tokenizer.bos_id),
+        "decoder": BYTE_LEVEL,
+        "model": _model(tokenizer.tokens(), tokenizer.special_tokens),
+    }, ensure_ascii=False)
+
+
+def _by_id(ids):
+    return sorted(ids.items(), key=lambda item: item[1])
+
+
+def _added_token(name, number):
+    return {"id": number, "content": name, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
+            "special": True}
+
+
+def _put_bos_first(bos_id):
+    bos = {"SpecialToken": {"id": BOS, "type_id": 0}}
+    first = {"Sequence": {"id": "A", "type_id": 0}}
+    second = {"Sequence": {"id": "B", "type_id": 0}}
+    return {
+        "type": "TemplateProcessing",
+        "single": [bos, first],
+        "pair": [bos, first, bos, second],
+        "special_tokens": {BOS: {"id": BOS, "ids": [bos_id], "tokens": [BOS]}},
+    }
+
+
+def _model(ranks, special_tokens):
+    character_of = {byte: character for character, byte in byte_of_character().items()}
+
+    def written(token):
+        return "".join(character_of[byte] for byte in token)
+
+    vocabulary = {}
+    merges = []
+    for token, rank in _by_id(ranks):
+        vocabulary[written(token)] = rank
+        # One merge per token is enough, that of its last pair: see data/tokenizer_json._check_merges. A token that no
+        # pair of tokens makes has none. It stands only for a whole piece of text, which ignore_merges looks up.
+        pair = last_pair(token, rank, ranks)
+        if len(pair) == 2:
+            merges.append([written(part) for part in pair])
+    # The library numbers the special tokens after the vocabulary, unless the vocabulary lists them.
+    if min(special_tokens.values()) != len(ranks):
+        vocabulary |= special_tokens
+    return {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
+            "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": True,
+            "vocab": vocabulary, "merges": merges}

@@ -5,7 +5,7 @@ from collections import Counter
 from dataclasses import fields
 from pathlib import Path
 
-from nanochat.common import BadInput, get_base_dir, read_named
+from nanochat.common import BadInput, get_base_dir
 from nanochat.data.shards import DEFAULT_DIRS, fingerprint, open_text, saved_text_flags
 from nanochat.model.config import CONFIG_FLAGS
 from nanochat.model.rates import OptimConfig
@@ -63,16 +63,6 @@ print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0]))
 """
 
 
-def read_manifest(path):
-    """Returns the manifest of a corpus. Raises BadInput for any other file."""
-    try:
-        manifest = json.loads(read_named("manifest", path))
-        describe_data(manifest)  # fails for anything else
-        return manifest
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise BadInput(f"--manifest={path} is not the {MANIFEST} of a corpus, which prepare_data writes") from None
-
-
 def find_manifest(meta):
     """Returns the manifest beside the checkpoint's training data, or None if that data is gone or replaced."""
     data_dir = Path(meta.flags.get("data_dir") or get_base_dir() / DEFAULT_DIRS["train"])
@@ -80,8 +70,10 @@ def find_manifest(meta):
     try:
         if not path.is_file() or fingerprint(open_text(saved_text_flags(meta.flags))) != meta.data_fingerprint:
             return None
-        return read_manifest(path)
-    except (BadInput, OSError):
+        manifest = json.loads(path.read_text())
+        describe_data(manifest)  # fails for anything else
+        return manifest
+    except (BadInput, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
 
 

@@ -1,5 +1,4 @@
-"""Measures the loader beside the tokenizer alone, with fill in the middle beside without, on a mixture beside one
-folder, and the tokens it drops:
+"""Measures the loader beside the tokenizer alone, with fill in the middle beside without, and the tokens it drops:
 
     python3 -m scripts.bench loader --data_dir=DIR
 
@@ -14,7 +13,6 @@ from functools import partial
 from nanochat.common import flag, read_flags
 from nanochat.data.fim import Infilling
 from nanochat.data.loader import DataLoader, Rows
-from nanochat.data.mixture import Mixture, MixtureLoader, Source, Stage
 from nanochat.data.shards import TextFlags, open_text
 from nanochat.data.tokenizer import TokenizerFlags, load_tokenizer
 from scripts.bench.rounds import Clock, Spent, compare
@@ -117,13 +115,6 @@ def compare_all(flags, shards, tokenizer):
         compare(UNIT, {"without": partial(load, without, plain), "--fim_rate": partial(load, with_fim, fim)},
                 flags.rounds, reference="without")
         print(f"with --fim_rate={flags.fim_rate:g} {with_fim.stats['dropped_share']:.4%} of the tokens were dropped")
-    plain = Recorder(tokenizer)
-    mixed = Recorder(tokenizer)
-    mixture = Mixture((Source("a", "", shards=tuple(shards)), Source("b", "", shards=tuple(shards))),
-                      (Stage(0, (0.7, 0.3)),))
-    with (open_loader(plain, rows) as one, MixtureLoader(mixture, mixed, rows, (0,), threads=flags.threads) as two):
-        compare(UNIT, {"one folder": partial(load, one, plain), "a mixture of two": partial(load, two, mixed)},
-                flags.rounds, reference="one folder")
 
 
 def best_fit_crop(documents, row_tokens, buffer_size=1000):

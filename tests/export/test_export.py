@@ -10,6 +10,7 @@ import sys
 import sysconfig
 from dataclasses import asdict
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -20,8 +21,8 @@ from safetensors.torch import load_file
 from nanochat.checkpoint.saver import save_checkpoint
 from nanochat.common import BadInput
 from nanochat.data.tokenizer import SHIPPED_DIR, load_tokenizer
-from nanochat.export import export
-from nanochat.export.huggingface import tokenizer_json
+from nanochat.export import export, model_card
+from nanochat.export.export import tokenizer_json
 from nanochat.kernels.choose import get_kernels
 from nanochat.model.config import GPTConfig
 from nanochat.model.gpt import GPT, KVCache
@@ -248,8 +249,8 @@ def test_the_card_says_what_is_known(tmp_path, run, trained, byte_tokenizer_dir)
                 "sources": [{"name": "fmt", "version": "9", "project": "fmt", "documents": 8, "bytes": 800,
                              "licences": {"MIT": 5, "GPL-2 | GPL-3": 3}},
                             {"name": "held", "project": "held", "licences": {"BSD-3-Clause": 9}}]}
-    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
-    run(f"--out={tmp_path / 'out'}", f"--manifest={tmp_path / 'manifest.json'}")
+    with mock.patch.object(model_card, "find_manifest", lambda meta: manifest):
+        run(f"--out={tmp_path / 'out'}")
     card = (tmp_path / "out" / "README.md").read_text()
     for text in ("# a_run\n", "| fmt | 9 | 8 | MIT: 5, GPL-2 \\| GPL-3: 3 |", "out: held", "7 files with 700 b",
                  "validation, bits per byte 2.0000 (step 20)", "loss, nats a token 7.0000 (step 20).",
@@ -283,6 +284,9 @@ def test_a_manifest_beside_the_data_of_the_checkpoint_is_found(tmp_path, byte_to
     (tmp_path / "manifest.json").write_text(json.dumps({"sources": []}))
     meta = make_meta(flags={"data_dir": str(tmp_path / "data")}, data_fingerprint=fingerprint(shards))
     assert find_manifest(meta) == {"sources": []}
+    (tmp_path / "manifest.json").write_text("[]")
+    assert find_manifest(meta) is None
+    (tmp_path / "manifest.json").write_text(json.dumps({"sources": []}))
     (tmp_path / "data" / "shard_00001.parquet").unlink()
     assert find_manifest(meta) is None
 
@@ -364,8 +368,6 @@ def test_a_kill_in_the_middle_leaves_no_folder_of_that_name(tmp_path, trained, b
     (["--out=FOLDER/a_run/step_000020", "--force"], "something else than an export"),
     (["--out=FOLDER/a_run/step_000020/x"], "overlap"),
     (["--out=FOLDER/x", "--checkpoint=none"], "no checkpoint at none"),
-    (["--out=FOLDER/x", "--manifest=FOLDER/none"], "--manifest=.* cannot be read"),
-    (["--out=FOLDER/x", "--manifest=FOLDER/file"], "--manifest=.* is not the manifest"),
     (["--out=FOLDER/x", f"--tokenizer_dir={SHIPPED_DIR}"], "tokenizer has 65536 tokens"),
     (["--out=FOLDER/x", "--format=gguf"], "--format"),
 ])
