@@ -24,7 +24,7 @@ from nanochat.checkpoint.on_disk import SUMS, Kept, step_of
 from nanochat.checkpoint.pieces import is_whole
 from nanochat.common import BadInput, Outage, move_aside, say
 from nanochat.data.bucket import in_bucket
-from nanochat.data.storage import Interruption, Retries, copy_files, delete_files, list_files
+from nanochat.data.storage import Interruption, Retries, copy_files, delete_file, list_files
 from nanochat.record.metrics import METRICS_FILE
 
 COPY_TIMEOUT_S = 1800
@@ -33,6 +33,7 @@ TRY_TIMEOUT_S = 60  # for each attempt to reach the mirror at the start of a run
 OUTAGE_S = 600  # how long a start waits for an unreachable mirror
 ROUNDED = ".rounded"  # ends the names of the copies that earlier versions made at a notice of preemption
 PARTIAL = ".partial"  # ends the names of files that are being copied to a directory
+OURS = re.compile(rf"(?:(?:model|optimizer)[\w.-]*|lanes\.json|meta\.json|{SUMS})(?:{re.escape(PARTIAL)})?")
 _UNREACHABLE = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EHOSTDOWN, errno.EHOSTUNREACH,
                 errno.ENETUNREACH, errno.EAGAIN, errno.EBUSY}  # errors of a file system whose server does not answer
 
@@ -59,7 +60,7 @@ class Mirror:
         source.write_text("base_train writes this file when it starts, and deletes it\n")
         try:
             self._copy([source], self.url, TRY_TIMEOUT_S)
-            self._remove_files(f"{self.url}/{source.name}", TRY_TIMEOUT_S)
+            self._remove(f"{self.url}/{source.name}", TRY_TIMEOUT_S)
         finally:
             source.unlink()
 
@@ -87,10 +88,13 @@ class Mirror:
                     whole.append(name)
         staying = set(whole) - set(self.kept.outdated(whole))
         for name in copies.keys() - staying:
-            # Without SHA256SUMS it is no longer whole, whenever a kill comes.
-            if SUMS in copies[name]:
-                self._remove_files(f"{self.url}/{name}/{SUMS}")
-            self._remove_files(f"{self.url}/{name}/*")
+            # Without SHA256SUMS, the first, it is no longer whole, whenever a kill comes.
+            for file in sorted(copies[name], key=lambda file: file != SUMS):
+                if OURS.fullmatch(file):
+                    self._remove(f"{self.url}/{name}/{file}")
+            if not in_bucket(self.url):
+                with suppress(OSError):  # it has a file of somebody else
+                    Path(self.url, name).rmdir()
 
     def fetch(self, run_dir, after_step=-1):
         """Copies the newest whole copy of a step later than `after_step`, and the metrics, into `run_dir`. Returns the
@@ -137,7 +141,7 @@ class Mirror:
             files = _within(LIST_TIMEOUT_S, list_files, self.url, "")[0]
             paths = [file.url for file in files]
         else:
-            paths = map(str, _within(LIST_TIMEOUT_S, list, Path(self.url).glob("step_*/*")))
+            paths = _within(LIST_TIMEOUT_S, _files_of_copies, Path(self.url))
         found = {}
         for path in paths:
             match = re.search(rf"/(step_\d+(?:{ROUNDED})?)/([^/]+)$", path)
@@ -153,14 +157,13 @@ class Mirror:
         else:
             _within(timeout_s, _copy_to_directory, sources, Path(directory))
 
-    def _remove_files(self, pattern, timeout_s=LIST_TIMEOUT_S):
-        """Deletes the file of this URL, or with …/* the files of a folder and, in a directory, the folder."""
-        if in_bucket(self.url):
-            _within(timeout_s, delete_files, pattern)
-        elif pattern.endswith("/*"):
-            _within(timeout_s, shutil.rmtree, pattern[:-2])
-        else:
-            _within(timeout_s, Path(pattern).unlink)
+    def _remove(self, url, timeout_s=LIST_TIMEOUT_S):
+        """Deletes the file of this URL."""
+        _within(timeout_s, delete_file if in_bucket(url) else os.unlink, url)
+
+
+def _files_of_copies(folder):
+    return [str(path) for path in folder.glob("step_*/*") if path.is_file()]
 
 
 def _copy_to_directory(sources, directory):

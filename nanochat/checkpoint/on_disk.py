@@ -271,13 +271,14 @@ def clean_partial(run_dir):
         shutil.rmtree(path)
 
 
-def prune(run_dir, step, kept):
-    """Deletes what the new checkpoint of `step` makes superfluous. kept: a Kept."""
+def prune(run_dir, step, kept, in_use=()):
+    """Deletes what the new checkpoint of `step` makes superfluous. kept: a Kept; in_use: paths that stay for now."""
     for path in Path(run_dir).glob("step_*.tmp"):  # saves that a full disk ended
         if step_of(path) <= step:
             shutil.rmtree(path, ignore_errors=True)
     for path in kept.outdated(list_checkpoints(run_dir)):
-        delete(path)
+        if path not in in_use:
+            delete(path)
 
 
 def delete(path):

@@ -113,13 +113,14 @@ def require_finite(model_state):
 
 
 def save_checkpoint(run_dir, model_state, optimizer_state, meta, num_lanes, layout=None, options=SaveOptions(),
-                    log=None):
+                    log=None, uploader=None):
     """Saves the checkpoint of step `meta.step` and returns its path, once it is on disk and was read back. Rank 0 only.
 
     model_state, optimizer_state: {name: tensor}, those that this rank writes. meta: a Meta.
     num_lanes: the number of lane states to wait for, from all ranks together.
     layout: the Layout of the whole checkpoint, whose other files other ranks write; None: this rank writes all.
     log: its flush() writes the metrics up to this step, before the checkpoint gets its final name.
+    uploader: an Uploader, whose checkpoints on their way to the mirror stay.
     Raises TimeoutError if parts of other ranks are missing, OSError (ENOSPC) if the disk is full even without the old
     checkpoints, and NotFinite if another rank's weights are not finite.
     """
@@ -149,7 +150,7 @@ def save_checkpoint(run_dir, model_state, optimizer_state, meta, num_lanes, layo
         remove_files(partial, mine)  # frees the disk; ranks may still write to the directory
         raise
     on_disk.publish(partial, final)
-    on_disk.prune(run_dir, meta.step, options.kept)
+    on_disk.prune(run_dir, meta.step, options.kept, uploader.on_their_way() if uploader else ())
     return final
 
 
@@ -299,7 +300,7 @@ class Saver:
             try:
                 require_finite(model_state)
                 path = save_checkpoint(self._run_dir, model_state, optimizer_state, meta, self._num_lanes, layout,
-                                       self._options, self._log)
+                                       self._options, self._log, self._uploader)
                 self.saved_step = meta.step
                 say(f"saved {path} (in {time.monotonic() - started:.1f} s)")
                 if self._uploader:

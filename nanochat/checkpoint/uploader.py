@@ -55,10 +55,11 @@ class MirrorState:
             self.behind_since = None
 
 
-# At most one checkpoint waits, `_waiting`, the newest; and `_refused` is the last that the mirror refused for good, for
-# which `finish` does not wait. Methods note what they want under the lock and wake the thread. The thread copies
-# without the lock, so the Saver never waits for a bucket. It notes a copy once the mirror has all of it: after a kill,
-# mirror.json may say too little, and never too much.
+# At most one checkpoint waits, `_waiting`, the newest. An older one, `_copying`, may be on its way: it stays on this
+# machine's disk until its copy ends, so that a mirror slower than the saves gets whole copies, too. `_refused` is the
+# last that the mirror refused for good, for which `finish` does not wait. Methods note what they want under the lock
+# and wake the thread. The thread copies without the lock, so the Saver never waits for a bucket. It notes a copy once
+# the mirror has all of it: after a kill, mirror.json may say too little, and never too much.
 class Uploader:
     """Copies the newest checkpoint to a Mirror in the background. A copy that fails never stops the run: the Uploader
     reports it and retries, with a newer checkpoint once there is one."""
@@ -68,7 +69,8 @@ class Uploader:
         self._mirror = mirror
         self._run_dir = run_dir
         self._state = MirrorState.read(run_dir)
-        self._waiting = None  # the path of the checkpoint that is not in the mirror yet
+        self._waiting = None  # the path of the newest checkpoint, while it is not in the mirror
+        self._copying = None  # the path of the one that is on its way there
         self._refused = None  # the last one that the mirror has refused for good
         self._first_retry_s = self._retry_s = first_retry_s
         self._is_over = False
@@ -84,6 +86,11 @@ class Uploader:
             if self._state.behind_since:
                 self._waiting = path
             self._note()
+
+    def on_their_way(self):
+        """Returns the paths of the checkpoints that must stay on this machine's disk for now."""
+        with self._condition:
+            return [path for path in (self._copying, self._waiting) if path]
 
     def behind_s(self):
         """Returns for how many seconds the mirror has lacked the newest checkpoint; 0 if it has it."""
@@ -127,7 +134,10 @@ class Uploader:
             if not self._state.behind_since:
                 return True
             why = f" ({self._state.error})" if self._state.error else ""
-            say(f"warning: {self._waiting.name} is on this machine's disk only, and not in {self._mirror.url}{why}")
+            there = f"{self._mirror.url}{why}"
+            if not self._state.newest_copied:
+                there += ", where there is no checkpoint of this run"
+            say(f"warning: {self._waiting.name} is on this machine's disk only, and not in {there}")
             return False
 
     def _note(self):
@@ -143,11 +153,12 @@ class Uploader:
                 self._condition.wait_for(lambda: self._waiting or self._is_over)
                 if self._is_over:
                     return
-                path = self._waiting
+                path = self._copying = self._waiting
             try:
                 self._copy(path)
-            except (Interruption, BadInput) as error:
+            except (Interruption, BadInput, OSError) as error:  # an OSError is of this machine's disk
                 self._failed(path, error)
+            self._copying = None
 
     def _copy(self, path):
         started = time.monotonic()
@@ -167,6 +178,8 @@ class Uploader:
             self._note()
 
     def _failed(self, path, error):
+        if not path.is_dir():
+            error = Interruption("it was deleted on this machine, whose disk was full")
         with self._condition:
             if self._is_over:
                 return
@@ -177,5 +190,5 @@ class Uploader:
                 self._refused = path
             self._note()
             # Not for as long if a newer checkpoint is to be copied by now.
-            self._condition.wait_for(lambda: self._waiting != path, self._retry_s)
+            self._condition.wait_for(lambda: self._is_over or self._waiting != path, self._retry_s)
             self._retry_s = min(2 * self._retry_s, RETRY_S)

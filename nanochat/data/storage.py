@@ -4,7 +4,7 @@
     read_range(file, 0, 100)                                       # yields its bytes 0 to 99, in parts
     download(file, descriptor, 0, file.size, Retries(url, 60))     # … into a file, through broken connections
     copy_files([("/tmp/name", "gs://bucket/folder/name")])         # there or back, several at a time
-    delete_files("gs://bucket/folder/*")
+    delete_file("gs://bucket/folder/name")
 
 All raise BadInput if the bucket refuses for good, and Interruption for a failure that may pass; Retries limit how long
 a call is retried.
@@ -246,15 +246,10 @@ def _content(path, digest):
             yield part
 
 
-def delete_files(pattern):
-    """Deletes the file of this URL, or all files directly in a folder for gs://…/FOLDER/*."""
-    urls = [pattern]
-    if pattern.endswith("/*"):
-        files, _ = list_files(pattern.removesuffix("/*"))
-        urls = [file.url for file in files]
-    for url in urls:
-        with suppress(_NotFound):
-            _ask(_object(url), url, "DELETE")
+def delete_file(url):
+    """Deletes the file of this URL, if it is there."""
+    with suppress(_NotFound):
+        _ask(_object(url), url, "DELETE")
 
 
 # Requests

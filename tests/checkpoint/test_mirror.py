@@ -90,11 +90,30 @@ def test_a_mirror_without_metrics_gives_its_checkpoint_with_a_warning(run_dir, t
     for place in (f"{tmp_path}/mirror", "gs://b/x"):
         there = run_mirror(place, "run", Kept(1))
         copy(there, run_dir, 1)
-        there._remove_files(f"{there.url}/metrics.jsonl")
+        there._remove(f"{there.url}/metrics.jsonl")
         shutil.rmtree(run_dir / "step_000001")
         assert on_disk.find_problem(there.fetch(run_dir)) is None
         assert capsys.readouterr().out == (f"warning: {there.url} has no metrics.jsonl: the run continues at "
                                            "step_000001, with only the metrics that are on this disk\n")
+
+
+def test_a_copy_whose_file_is_a_folder_is_damaged_like_any_other(run_dir, folder, tmp_path, capsys):
+    copy(folder, run_dir, 1, 2)
+    weights = tmp_path / "mirror" / "run" / "step_000002" / on_disk.MODEL
+    weights.unlink()
+    weights.mkdir()
+    shutil.rmtree(run_dir)
+    assert folder.fetch(run_dir).name == "step_000001"
+
+
+def test_files_of_somebody_else_in_an_old_copy_stay(run_dir, folder, tmp_path, bucket):
+    for there in (folder, run_mirror("gs://b/x", "run", Kept(2))):
+        copy(there, run_dir, 1)
+        (tmp_path / "notes.txt").write_text("of a user")
+        there._copy([tmp_path / "notes.txt"], f"{there.url}/step_000001")
+        copy(there, run_dir, 2, 3)
+        assert there.whole_copies() == ["step_000002", "step_000003"]
+        assert there._copies()["step_000001"] == {"notes.txt"}
 
 
 def test_incomplete_and_damaged_copies_are_not_used(run_dir, folder, tmp_path, capsys):

@@ -25,7 +25,7 @@ def saver_with(run_dir, flush, uploader=None):
 
 def test_a_save_returns_at_once_and_a_second_one_waits_for_the_first(tmp_path):
     saved, slow = [], threading.Event()
-    saver = saver_with(tmp_path, lambda: slow.wait(60), SimpleNamespace(upload=saved.append))
+    saver = saver_with(tmp_path, lambda: slow.wait(60), SimpleNamespace(upload=saved.append, on_their_way=list))
     begin_save(saver, tmp_path, 1)
     assert on_disk.latest(tmp_path) is None
     slow.set()

@@ -1,5 +1,6 @@
 """Copying to the mirror in the background, and what mirror.json says about it."""
 import json
+import shutil
 import threading
 import time
 
@@ -7,7 +8,7 @@ import pytest
 
 from nanochat.checkpoint import mirror
 from nanochat.checkpoint.mirror import Mirror, run_mirror
-from nanochat.checkpoint.on_disk import MODEL, Kept
+from nanochat.checkpoint.on_disk import MODEL, Kept, list_checkpoints
 from nanochat.checkpoint.uploader import MirrorState, Uploader
 from nanochat.common import BadInput, Outage
 from scripts import base_train
@@ -42,6 +43,52 @@ def test_mirror_json_says_what_is_saved_and_what_is_copied(run_dir, state, tmp_p
     uploads.upload(run_dir / "step_000001")  # as after a restart: there is nothing to copy
     assert uploads.finish()
     assert state()["behind_since"] is None and state()["newest_copied"] == "step_000001"
+
+
+class Slow:
+    """A Mirror whose copies begin only when a test lets them."""
+
+    def __init__(self, there):
+        self._there = there
+        self.begun = []
+        self.may_copy = threading.Semaphore(0)
+
+    def __getattr__(self, name):
+        return getattr(self._there, name)
+
+    def copy(self, path, metrics):
+        self.begun.append(path.name)
+        assert self.may_copy.acquire(timeout=60)
+        self._there.copy(path, metrics)
+
+
+def test_a_mirror_slower_than_the_saves_gets_whole_copies(run_dir, tmp_path):
+    there = Slow(Mirror(str(tmp_path / "mirror"), Kept(1)))
+    uploads = begin(there, run_dir)
+    for step in (1, 2, 3):
+        uploads.upload(save(run_dir, step, keep=1, uploader=uploads))
+        eventually(lambda: there.begun == ["step_000001"])
+    assert [path.name for path in list_checkpoints(run_dir)] == ["step_000001", "step_000002", "step_000003"]
+    there.may_copy.release()
+    eventually(lambda: there.begun == ["step_000001", "step_000003"])
+    assert there.whole_copies() == ["step_000001"]
+    uploads.upload(save(run_dir, 4, keep=1, uploader=uploads))
+    assert [path.name for path in list_checkpoints(run_dir)] == ["step_000003", "step_000004"]
+    there.may_copy.release(2)
+    assert uploads.finish() and there.whole_copies() == ["step_000004"]
+
+
+def test_a_checkpoint_that_a_full_disk_took_before_its_copy_is_no_fault_of_the_mirror(run_dir, state, tmp_path, capsys):
+    there = Slow(Mirror(str(tmp_path / "mirror"), Kept(1)))
+    uploads = begin(there, run_dir, first_retry_s=60)
+    uploads.upload(save(run_dir, 1))
+    eventually(lambda: there.begun)
+    shutil.rmtree(run_dir / "step_000001")
+    there.may_copy.release()
+    eventually(lambda: state()["error"])
+    assert "was full" in state()["error"] and "--checkpoint_mirror" not in capsys.readouterr().out
+    assert not uploads.finish(lambda: True)
+    assert "there is no checkpoint of this run" in capsys.readouterr().out
 
 
 def test_the_end_copies_what_the_metrics_have_got_since_the_checkpoint(run_dir, bucket, tmp_path, capsys):
