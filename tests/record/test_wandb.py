@@ -39,6 +39,7 @@ def test_wandb_offline_receives_the_run_under_its_id(tmp_path):
     output = run_with_wandb(tmp_path, WANDB_MODE="offline")
     assert "warning" not in output
     assert list(tmp_path.glob("wandb/offline-run-*-abcd1234/run-abcd1234.wandb"))
+    assert f"wandb sync --id=abcd1234 '{tmp_path}/wandb'/offline-run-*-abcd1234" in output
 
 
 def test_wandb_takes_steps_that_it_has_already_after_a_resume(tmp_path):

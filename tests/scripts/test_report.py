@@ -126,6 +126,16 @@ def test_the_largest_loss_comes_first_and_where_nothing_is_wrong_nothing_is_reco
     assert recommend(quiet, FLAGS) == ["none: the measurements show nothing wrong"]
 
 
+def test_the_wall_time_does_not_jump_with_the_clock(make_run):
+    run = make_run(seconds_train=70.0, seconds_save=30.0)
+    run.records[-1]["time"] -= 7200
+    assert run.wall_s() == 100
+    run = make_run(loss=1.0)
+    assert run.wall_s() == 9
+    run.records[-1]["time"] -= 7200
+    assert run.wall_s() == 0
+
+
 def test_the_flags_come_from_the_newest_checkpoint_that_can_be_read(make_run, tmp_path, capsys):
     make_run(seconds_train=70.0, seconds_save=30.0)
     for step, meta in ((200, make_meta(200, flags={"save_every": 60}).to_json()), (300, None)):
