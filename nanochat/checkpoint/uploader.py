@@ -21,6 +21,7 @@ FIRST_RETRY_S = 5  # the first pause between attempts to copy, which doubles
 RETRY_S = 60  # the longest
 END_TIMEOUT_S = 1800  # for the mirror at the end of a run
 POLL_S = 0.25
+SLOW_S = 1  # a shorter copy is never called slow
 
 
 @dataclass
@@ -71,6 +72,8 @@ class Uploader:
         self._state = MirrorState.read(run_dir)
         self._waiting = None  # the path of the newest checkpoint, while it is not in the mirror
         self._copying = None  # the path of the one that is on its way there
+        self._saved_at = self._interval_s = None  # of the newest two checkpoints; monotonic
+        self._is_slow = False  # a copy has taken longer than that, which was said
         self._refused = None  # the last one that the mirror has refused for good
         self._first_retry_s = self._retry_s = first_retry_s
         self._is_over = False
@@ -82,6 +85,10 @@ class Uploader:
         """Copies the checkpoint at `path` in the background, unless it is the newest in the mirror already. Replaces a
         waiting one."""
         with self._condition:
+            now = time.monotonic()
+            if self._saved_at:
+                self._interval_s = now - self._saved_at
+            self._saved_at = now
             self._state.saved(path.name)
             if self._state.behind_since:
                 self._waiting = path
@@ -163,7 +170,12 @@ class Uploader:
     def _copy(self, path):
         started = time.monotonic()
         self._mirror.copy(path, path.parent / METRICS_FILE)
-        say(f"copied {path.name} to {self._mirror.url} in {time.monotonic() - started:.0f} s")
+        copied_s = time.monotonic() - started
+        say(f"copied {path.name} to {self._mirror.url} in {copied_s:.0f} s")
+        if self._interval_s and copied_s > max(self._interval_s, SLOW_S) and not self._is_slow:
+            self._is_slow = True
+            say(f"warning: there is a checkpoint every {self._interval_s:.0f} s, so the mirror gets only some of them: "
+                "give a larger --save_every, or a faster mirror")
         self._state.copied(path.name)
         self._retry_s = self._first_retry_s
         self._note()
