@@ -42,6 +42,7 @@ _STRINGS = (pa.string(), pa.large_string(), pa.string_view())
 ROWS, BATCH_BYTES = 64, 16 << 20  # that are decoded at a time: fewer rows if they are long
 SAMPLE_ROWS, LINES_BYTES = 100, 4 << 20  # of JSON Lines: to find the columns, and what is parsed at a time
 LONGEST_LINE = 64 << 20  # of JSON
+BAD_LINES, BAD_SHARE = 10, 0.001  # of a file, whichever is more, may be no objects of JSON
 PIECE_BYTES = 1 << 28  # of a parquet file that one task reads, unpacked
 
 
@@ -132,7 +133,7 @@ def _schema(path):
                 rows = sum(map(len, stream))
                 schema = stream.schema
         else:
-            sample = next(_json_batches(path, SAMPLE_ROWS), [])
+            sample = [row for row in next(_json_batches(path, SAMPLE_ROWS), []) if row is not None]
             rows = len(sample)
             names = dict.fromkeys(name for row in sample for name in row)
             schema = pa.schema([(name, _type_of(sample, name)) for name in names])
@@ -242,8 +243,9 @@ def iter_rows(source):
     path = Path(source.directory, source.files[0])
     columns = dict(table.columns)
     for rows, refused in _batches(path, table):
-        for _ in range(refused):
-            yield Row("", 0, bytes, "where")
+        for reason, number in refused.items():
+            for _ in range(number):
+                yield Row("", 0, bytes, reason)
         for row in rows:
             text = row[columns["text"]] or b""
             known = {role: _as_text(row.get(name)) for role, name in columns.items() if role != "text"}
@@ -272,7 +274,7 @@ def _as_text(value):
 
 
 def _batches(path, table):
-    """Yields (rows, number of refused rows) of a file. A row is a dict; its texts are bytes."""
+    """Yields (rows, {why rows are refused: their number}) of a file. A row is a dict; its texts are bytes."""
     places = dict(table.where_columns)
     names = {*dict(table.columns).values(), *(column for column, *_ in places.values())}
     with _reading(path):
@@ -286,7 +288,7 @@ def _batches(path, table):
             kept = found
             if table.where:
                 kept = found.take(chosen(table.where, find_fields(found, places), len(found)))
-            yield _as_bytes(kept).to_pylist(), len(found) - len(kept)
+            yield _as_bytes(kept).to_pylist(), {"where": len(found) - len(kept)}
 
 
 def _parquet_batches(path, names, row_groups):
@@ -325,8 +327,9 @@ def _as_bytes(table):
     return table
 
 
-def _kept_lines(rows, table):
-    """Returns (rows, number of refused rows) of objects of JSON."""
+def _kept_lines(lines, table):
+    """Returns (rows, {why rows are refused: their number}) of objects of JSON, None for a bad line."""
+    rows = [row for row in lines if row is not None]
     for row in rows:
         for name, value in table.partitions:
             row.setdefault(name, value)
@@ -341,7 +344,7 @@ def _kept_lines(rows, table):
         if not isinstance(row.get(text) or "", str):
             raise pa.ArrowInvalid(f"{text} is not text in {json.dumps(row)[:60]}…")
         row[text] = (row.get(text) or "").encode()
-    return kept, len(rows) - len(kept)
+    return kept, {"bad_line": len(lines) - len(rows), "where": len(rows) - len(kept)}
 
 
 def _value_at(row, place):
@@ -351,35 +354,51 @@ def _value_at(row, place):
 
 
 def _json_batches(path, most_rows=4096):
-    """Yields lists of the objects in a file of JSON Lines, which may be compressed."""
+    """Yields lists of the objects in a file of JSON Lines, which may be compressed; None for a bad line. Raises
+    ArrowInvalid if all or many lines are bad."""
     rows = []
     nbytes = 0
+    num_bad = 0
+    first_bad = ""
+    is_empty = True
     with pa.input_stream(str(path), buffer_size=1 << 20) as raw, io.BufferedReader(raw, 1 << 20) as stream:
         number = 0
         while line := stream.readline(LONGEST_LINE):
             number += 1
+            if len(line) == LONGEST_LINE:
+                raise pa.ArrowInvalid(f"line {number} is longer than {LONGEST_LINE >> 20} MiB")
             if line.strip():
-                rows.append(_parse(line, number))
+                try:
+                    rows.append(_parse(line, number))
+                    is_empty = False
+                except ValueError as error:
+                    rows.append(None)
+                    num_bad += 1
+                    first_bad = first_bad or str(error)
+                    if num_bad > max(BAD_LINES, number * BAD_SHARE):
+                        raise pa.ArrowInvalid(f"{num_bad} of its first {number} lines are bad: {first_bad}") from None
             nbytes += len(line)
             if nbytes >= LINES_BYTES or len(rows) >= most_rows:
                 yield rows
                 rows = []
                 nbytes = 0
+    if num_bad and is_empty:
+        raise pa.ArrowInvalid(first_bad)
     if rows:
         yield rows
+    if num_bad:
+        say(f"warning: {path}: {num_bad} of {number} lines are skipped: {first_bad}")
 
 
 def _parse(line, number):
-    if len(line) == LONGEST_LINE:
-        raise pa.ArrowInvalid(f"line {number} is longer than {LONGEST_LINE >> 20} MiB")
     try:
         row = json.loads(line)
         if _SURROGATE.search(line):
             row = json.loads(json.dumps(row, ensure_ascii=False).encode(errors="replace"))
     except (ValueError, RecursionError) as error:
-        raise pa.ArrowInvalid(f"line {number} is not JSON: {error}") from None
+        raise ValueError(f"line {number} is not JSON: {error}") from None
     if not isinstance(row, dict):
-        raise pa.ArrowInvalid(f"line {number} is not an object of JSON, such as {{\"text\": …}}")
+        raise ValueError(f"line {number} is not an object of JSON, such as {{\"text\": …}}")
     return row
 
 

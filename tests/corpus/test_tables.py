@@ -262,9 +262,19 @@ def test_halves_of_characters_in_json_become_question_marks(tmp_path):
         assert found.read().decode().endswith("// ?\U0001f600") and found.path == "a?.cpp"
 
 
+def test_a_bad_line_of_json_is_skipped_counted_and_named(tmp_path, capsys):
+    lines = [json.dumps({"text": cpp(number)}).encode() for number in range(30)]
+    (tmp_path / "in").mkdir()
+    lines = [*lines[:9], b'{"text": "\xff"}', *lines[9:], b'{"text": "int']
+    (tmp_path / "in" / "a.jsonl").write_bytes(b"\n".join(lines))
+    result = prepare(tmp_path / "out", f"--source={tmp_path / 'in'}", "--eval_only")
+    assert result["dropped"] == {"bad_line": 2} and len(read(tmp_path / "out", "val")) == 30
+    assert "2 of 32 lines are skipped: line 10 is not JSON" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("name, data, message", [
     ("a.jsonl", b"", "in has no documents: its files are empty"),
-    ("a.jsonl", b'{"text": "int a;"}\n{"text"\n', "line 2 is not JSON"),
+    ("a.jsonl", b'{"text": "int a;"}\n' + b'{"text"\n' * 11, "11 of its first 12 lines are bad: line 2 is not JSON"),
     ("a.jsonl", b'[{"text": "int a;"}]\n', "line 1 is not an object of JSON"),
     ("a.jsonl", b'{"text": "int a;"}\n' * 200 + b'{"text": [1]}\n', r'text is not text in \{"text": \[1\]\}'),
     ("a.jsonl.gz", b"no gzip", "cannot be read"),
