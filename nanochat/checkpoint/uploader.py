@@ -72,7 +72,8 @@ class Uploader:
         self._state = MirrorState.read(run_dir)
         self._waiting = None  # the path of the newest checkpoint, while it is not in the mirror
         self._copying = None  # the path of the one that is on its way there
-        self._saved_at = self._interval_s = None  # of the newest two checkpoints; monotonic
+        self._saved_at = None  # the monotonic time of the newest checkpoint
+        self._longest_s = 0.0  # between two checkpoints; the last one of a run may follow at once
         self._is_slow = False  # a copy has taken longer than that, which was said
         self._refused = None  # the last one that the mirror has refused for good
         self._first_retry_s = self._retry_s = first_retry_s
@@ -87,7 +88,7 @@ class Uploader:
         with self._condition:
             now = time.monotonic()
             if self._saved_at:
-                self._interval_s = now - self._saved_at
+                self._longest_s = max(self._longest_s, now - self._saved_at)
             self._saved_at = now
             self._state.saved(path.name)
             if self._state.behind_since:
@@ -172,9 +173,9 @@ class Uploader:
         self._mirror.copy(path, path.parent / METRICS_FILE)
         copied_s = time.monotonic() - started
         say(f"copied {path.name} to {self._mirror.url} in {copied_s:.0f} s")
-        if self._interval_s and copied_s > max(self._interval_s, SLOW_S) and not self._is_slow:
+        if self._longest_s and copied_s > max(self._longest_s, SLOW_S) and not self._is_slow:
             self._is_slow = True
-            say(f"warning: there is a checkpoint every {self._interval_s:.0f} s, so the mirror gets only some of them: "
+            say(f"warning: there is a checkpoint every {self._longest_s:.0f} s, so the mirror gets only some of them: "
                 "give a larger --save_every, or a faster mirror")
         self._state.copied(path.name)
         self._retry_s = self._first_retry_s

@@ -42,7 +42,7 @@ _STRINGS = (pa.string(), pa.large_string(), pa.string_view())
 ROWS, BATCH_BYTES = 64, 16 << 20  # that are decoded at a time: fewer rows if they are long
 SAMPLE_ROWS, LINES_BYTES = 100, 4 << 20  # of JSON Lines: to find the columns, and what is parsed at a time
 LONGEST_LINE = 64 << 20  # of JSON
-BAD_LINES, BAD_SHARE = 10, 0.001  # of a file, whichever is more, may be no objects of JSON
+BAD_LINES, BAD_SHARE = 10, 0.001  # a file with more bad lines than both of these is refused
 PIECE_BYTES = 1 << 28  # of a parquet file that one task reads, unpacked
 
 

@@ -191,7 +191,7 @@ def _weights_of(weights, sources):
 class MixtureLoader(DataLoader):
     """The endless batches of a rank from a Mixture. first_rows: the row of the run with which each stage begins."""
 
-    def __init__(self, mixture, tokenizer, rows, first_rows, *, state=None, infilling=None, threads=2):
+    def __init__(self, mixture, tokenizer, rows, first_rows, *, state=None, infilling=None):
         self._mixture = mixture
         self._first_rows = first_rows
         self._n_documents = sum(source.num_documents for source in mixture.sources)
@@ -199,7 +199,7 @@ class MixtureLoader(DataLoader):
         self._of_sources = [SharedByLanes(Units(source.shards, rows.num_lanes, rows.seed), tokenizer, read_bytes,
                                           infilling) for source in mixture.sources]
         settings = settings_of(mixture.shards, tokenizer, infilling) | {"data": mixture.fingerprint}
-        self._begin(settings, rows, state, None, threads)
+        self._begin(settings, rows, state, None, threads=2)
 
     def _make_lane(self, number, state, row_tokens):
         lanes = []

@@ -74,8 +74,8 @@ class History:
         return np.interp(steps, [0, *known_steps], [0, *known])
 
     def wall_s(self):
-        """Returns the seconds of the run's processes and of the time between them, which a clock that is set does not
-        change. Without a record of them: the time from the first record to the newest."""
+        """Returns the seconds that the run counted: those of its processes, which do not follow the clock, and those
+        that it lost between them. Where it recorded none: the time from the first record to the newest."""
         return sum(self.seconds().values()) or max(0.0, self.records[-1]["time"] - self.records[0]["time"])
 
     def interruptions(self):
