@@ -141,7 +141,7 @@ class Mirror:
             files = _within(LIST_TIMEOUT_S, list_files, self.url, "")[0]
             paths = [file.url for file in files]
         else:
-            paths = _within(LIST_TIMEOUT_S, _files_of_copies, Path(self.url))
+            paths = map(str, _within(LIST_TIMEOUT_S, list, Path(self.url).glob("step_*/*")))
         found = {}
         for path in paths:
             match = re.search(rf"/(step_\d+(?:{ROUNDED})?)/([^/]+)$", path)
@@ -159,16 +159,19 @@ class Mirror:
 
     def _remove(self, url, timeout_s=LIST_TIMEOUT_S):
         """Deletes the file of this URL."""
-        _within(timeout_s, delete_file if in_bucket(url) else os.unlink, url)
+        _within(timeout_s, delete_file if in_bucket(url) else _unlink, url)
 
 
-def _files_of_copies(folder):
-    return [str(path) for path in folder.glob("step_*/*") if path.is_file()]
+def _unlink(path):
+    with suppress(IsADirectoryError):  # somebody else has made it
+        os.unlink(path)
 
 
 def _copy_to_directory(sources, directory):
     directory.mkdir(parents=True, exist_ok=True)
     for source in map(Path, sources):
+        if source.is_dir():  # of a damaged copy; its checksum tells
+            continue
         target = directory / source.name
         partial = target.with_name(target.name + PARTIAL)
         try:
@@ -205,8 +208,10 @@ def _within(timeout_s, function, *args):
         problem = f"{path}: {error.strerror}" if path else str(error)
         if error.errno in _UNREACHABLE:
             raise Interruption(problem) from None
-        raise BadInput(f"--checkpoint_mirror: {problem}: choose a directory that can be written to, or start without "
-                       "the flag") from None
+        advice = "choose a directory that can be written to, or start without the flag"
+        if error.errno == errno.EISDIR:
+            advice = "move that folder away"
+        raise BadInput(f"--checkpoint_mirror: {problem}: {advice}") from None
 
 
 def patiently(url, function):

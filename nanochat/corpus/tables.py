@@ -392,11 +392,12 @@ def _json_batches(path, most_rows=4096):
 
 def _parse(line, number):
     try:
-        row = json.loads(line)
+        row = json.loads(line.rstrip())
         if _SURROGATE.search(line):
             row = json.loads(json.dumps(row, ensure_ascii=False).encode(errors="replace"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"line {number} is not JSON: {error}") from None
+        reason = str(error).partition(": line ")[0].removesuffix(" at")  # the rest counts the lines of this line
+        raise ValueError(f"line {number} is not JSON: {reason}") from None
     if not isinstance(row, dict):
         raise ValueError(f"line {number} is not an object of JSON, such as {{\"text\": …}}")
     return row

@@ -98,6 +98,8 @@ def read_toml(path):
 def read_mixture(path):
     """Returns the Mixture of a file, whose sources are not open. Raises BadInput."""
     try:
+        if in_bucket(path):
+            raise BadInput("a mixture is a file of this machine, whose sources may be in buckets: copy it here")
         return _mixture_of(read_toml(Path(path)), Path(path).parent)
     except BadInput as error:
         raise BadInput(f"--data_dir={path}: {error}") from None

@@ -107,6 +107,8 @@ def list_shards(data_dir=None, split="train", cache_gb=CACHE_GB):
         return sorted(files, key=lambda file: (file.name, str(file).split("/")))
     data_dir = Path(data_dir) if data_dir else get_base_dir() / DEFAULT_DIRS[split]
     advice = "make some with python3 -m scripts.prepare_data, or name a directory that has it"
+    if data_dir.suffix == ".toml":
+        advice = "only --data_dir of base_train takes a mixture: name one of its folders"
     try:
         paths = [data_dir / path for path in choose_shards(data_dir, _files_in(data_dir))]
     except OSError as error:

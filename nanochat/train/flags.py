@@ -118,9 +118,9 @@ class DataFlags(TextFlags):
 
     @property
     def mixture(self):
-        """The TOML file of the mixture that --data_dir names, else None."""
-        is_read = (self.data_dir or "").endswith(".toml") and not self.synthetic_data
-        return self.data_dir if is_read else None
+        """The TOML file of the mixture that --data_dir names, else None. A folder may be called so, too."""
+        is_file = (self.data_dir or "").endswith(".toml") and not Path(self.data_dir).is_dir()
+        return self.data_dir if is_file and not self.synthetic_data else None
 
     def source_names(self):
         """Returns the names of the mixture's sources, () without one."""

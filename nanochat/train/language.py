@@ -123,7 +123,8 @@ class LanguageTask:
             raise BadInput(f"{path} was imported and holds only weights, so no run can resume: choose another --run")
         require_same(path, {"the hash of the tokenizer": (meta.tokenizer_sha256, self.tokenizer.sha256)})
         if self.data_fingerprint:  # synthetic data has none
-            require_same(path, {"the hash of --data_dir": (meta.data_fingerprint, self.data_fingerprint)})
+            what = "the hash of --data_dir's mixture" if self.flags.data.mixture else "the hash of --data_dir"
+            require_same(path, {what: (meta.data_fingerprint, self.data_fingerprint)})
         require_as_saved(self.given, config, path)
         flags = as_begun(self.flags, meta).settled(config)
         require_same_rows(path, meta, flags)

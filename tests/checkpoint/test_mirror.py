@@ -102,8 +102,15 @@ def test_a_copy_whose_file_is_a_folder_is_damaged_like_any_other(run_dir, folder
     weights = tmp_path / "mirror" / "run" / "step_000002" / on_disk.MODEL
     weights.unlink()
     weights.mkdir()
+    with pytest.raises(BadInput, match=f"{weights}.*: move that folder away"):
+        folder.copy(run_dir / "step_000002", run_dir / "metrics.jsonl")
     shutil.rmtree(run_dir)
     assert folder.fetch(run_dir).name == "step_000001"
+    assert "step_000002 is damaged" in capsys.readouterr().out
+    assert folder.fetch(run_dir, after_step=1) is None
+    assert folder.whole_copies() == ["step_000001", "step_000002"]  # so a run that finds only the second does not begin
+    copy(folder, run_dir, 3, 4)
+    assert weights.is_dir() and folder.whole_copies() == ["step_000003", "step_000004"]
 
 
 def test_files_of_somebody_else_in_an_old_copy_stay(run_dir, folder, tmp_path, bucket):

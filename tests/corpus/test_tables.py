@@ -269,7 +269,7 @@ def test_a_bad_line_of_json_is_skipped_counted_and_named(tmp_path, capsys):
     (tmp_path / "in" / "a.jsonl").write_bytes(b"\n".join(lines))
     result = prepare(tmp_path / "out", f"--source={tmp_path / 'in'}", "--eval_only")
     assert result["dropped"] == {"bad_line": 2} and len(read(tmp_path / "out", "val")) == 30
-    assert "2 of 32 lines are skipped: line 10 is not JSON" in capsys.readouterr().out
+    assert "2 of 32 lines are skipped: line 10 is not JSON: 'utf-8' codec can't decode" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name, data, message", [

@@ -70,7 +70,7 @@ def test_a_run_that_is_killed_in_each_stage_and_at_its_edge_resumes_with_the_sam
     assert f"big {last['val_bpb_big']:.4f}, own {last['val_bpb_own']:.4f}" in capsys.readouterr().out
     mixture.write_text(mixture.read_text().replace("weight = 2", "weight = 3"))
     others = [flag for flag in tiny if not flag.startswith(("--data_dir", "--val_dir"))]
-    with pytest.raises(BadInput, match="the hash of --data_dir is .* there and .* here"):
+    with pytest.raises(BadInput, match="the hash of --data_dir's mixture is .* there and .* here"):
         base_train.main(last_of_each("--run=mixed", *others, *flags, "--num_iterations=8"))
 
 
