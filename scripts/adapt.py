@@ -25,7 +25,6 @@ from nanochat.data.shards import DEFAULT_DIRS, TextFlags, open_shards, open_text
 from nanochat.data.tokenizer import load_tokenizer
 from nanochat.device.ranks import resolve_device_type
 from nanochat.infer.load import load_language_meta
-from nanochat.model.config import GPTConfig
 from nanochat.model.rates import run_lr_scale
 from nanochat.record.metrics import METRICS_FILE, parse_record
 from nanochat.run.processes import expected_world_size, require_success, run_module, started_module
@@ -107,7 +106,7 @@ def count_steps(flags, meta, own, tokenizer):
     tokens = meta.total_batch_size
     steps = flags.epochs * tokens_in(own, tokenizer) / (tokens / 2)
     if flags.device_type in ("cpu", "xla"):
-        config = meta.config_as(GPTConfig)
+        config = meta.model_config
         seconds = min(seconds_of_row(config) for _ in range(3)) * tokens / config.max_seq_len  # the first warms up
         steps = min(steps, 60 * flags.minutes / seconds)
     return max(EVALUATIONS, round(steps))

@@ -18,7 +18,6 @@ from nanochat.device.ranks import prepare_xla_environment, print0, resolve_devic
 from nanochat.infer.load import CheckpointFlags, load_language_meta, load_model, resolve_inference_device_type
 from nanochat.infer.loss_eval import bits_per_byte, from_left_to_right, with_suffixes, without_suffixes
 from nanochat.infer.on_mesh import MeshFlags, run_on_mesh
-from nanochat.model.config import GPTConfig
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ def main(argv=None):
         device_type = resolve_inference_device_type(flags.device_type)
     prepare_xla_environment(device_type)
     path = find_checkpoint(flags.checkpoint)
-    config = load_language_meta(path).config_as(GPTConfig)
+    config = load_language_meta(path).model_config
     seq_len = config.max_seq_len
     if flags.max_seq_len != -1:
         seq_len = flags.max_seq_len

@@ -19,7 +19,6 @@ from nanochat.infer.engine import Engine
 from nanochat.infer.load import ModelFlags, load_language_meta, load_model, resolve_inference_device_type
 from nanochat.infer.on_mesh import MeshFlags, run_on_mesh
 from nanochat.infer.sample import Sampling
-from nanochat.model.config import GPTConfig
 
 MESH_KERNEL = "chunked"  # it can compute with parts of the weights
 
@@ -48,7 +47,7 @@ def main(argv=None):
     device_type = resolve_inference_device_type(of_model.device_type)
     prepare_xla_environment(device_type)
     path = find_checkpoint(of_model.checkpoint)
-    mesh = of_mesh.mesh(load_language_meta(path).config_as(GPTConfig), device_type, MESH_KERNEL)
+    mesh = of_mesh.mesh(load_language_meta(path).model_config, device_type, MESH_KERNEL)
     prompt = of_prompt.read()
     return run_on_mesh(partial(complete, of_model, path, prompt, of_prompt.echo, sampling, mesh), mesh,
                        device_type)

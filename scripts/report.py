@@ -22,7 +22,7 @@ from nanochat.checkpoint.meta import load_meta
 from nanochat.checkpoint.on_disk import list_checkpoints
 from nanochat.common import BadInput, expand_path, flag, read_flags, read_named, require_writable_dir, run_script
 from nanochat.device.tpu import GIB
-from nanochat.model.config import CONFIG_FLAGS
+from nanochat.model.models import CONFIG_FLAGS
 from nanochat.record.history import read_run
 from nanochat.record.metrics import format_count, format_duration
 

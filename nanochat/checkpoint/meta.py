@@ -9,6 +9,7 @@ import torch
 
 from nanochat.checkpoint.on_disk import META, read_text
 from nanochat.common import BadInput
+from nanochat.model.models import MODELS
 
 FORMAT = 2  # of a checkpoint. Whoever changes the meaning of a field of Meta, or of a config, raises it
 GONE_FIELDS = {"ngram_rows": 0}  # of configs: the value that meant "off", the only one that is still read
@@ -47,6 +48,16 @@ class Meta:
             if (value := config.pop(name, off)) != off:
                 raise BadInput(f"{name} = {json.dumps(value)[:40]}, an option that is gone")
         return config_class(**config)
+
+    @property
+    def arch(self):
+        """The name of the language model in models.MODELS. The first checkpoints have none: they are of GPTs."""
+        return self.config.get("arch", "gpt")
+
+    @property
+    def model_config(self):
+        """The config of the language model, once read_language_config has accepted it."""
+        return self.config_as(MODELS[self.arch])
 
     @classmethod
     def from_json(cls, found):
@@ -102,6 +113,14 @@ def read_config(path, meta, config_class):
         return meta.config_as(config_class)
     except (BadInput, ArithmeticError) as error:
         raise refuse(f"makes no model ({error})") from None
+
+
+def read_language_config(path, meta):
+    """Returns the config of the language model in the checkpoint at `path`, see model/models.py. Raises BadInput."""
+    if meta.arch not in tuple(MODELS):
+        raise BadInput(f"{path} cannot be used: its model is {json.dumps(meta.arch)[:40]}, and this program knows "
+                       f"{' and '.join(MODELS)}: use the version of nanochat that wrote it")
+    return read_config(path, meta, MODELS[meta.arch])
 
 
 def require_same(path, values):

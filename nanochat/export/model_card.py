@@ -7,7 +7,7 @@ from pathlib import Path
 
 from nanochat.common import BadInput, get_base_dir
 from nanochat.data.shards import DEFAULT_DIRS, fingerprint, open_text, saved_text_flags
-from nanochat.model.config import CONFIG_FLAGS
+from nanochat.model.models import CONFIG_FLAGS
 from nanochat.model.rates import OptimConfig
 
 MANIFEST = "manifest.json"  # of scripts/prepare_data.py

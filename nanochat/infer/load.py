@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from safetensors import SafetensorError
 
-from nanochat.checkpoint.meta import load_meta, read_config
+from nanochat.checkpoint.meta import load_meta, read_language_config
 from nanochat.checkpoint.on_disk import MODEL, find_problem, sha256_of_files, tensor_files
 from nanochat.checkpoint.pieces import load_tensors
 from nanochat.common import BadInput, flag, not_empty
@@ -14,10 +14,8 @@ from nanochat.device.mesh import ONE_CHIP
 from nanochat.device.ranks import DEVICE_TYPES, resolve_device_type
 from nanochat.device.tpu import count_tpu_chips
 from nanochat.infer.quantize import Int8GPT, require_same_model
-from nanochat.kernels.choose import get_kernels
+from nanochat.kernels.choose import get_kernels, kernel_for
 from nanochat.kernels.sharded import Sharding
-from nanochat.model.config import GPTConfig
-from nanochat.model.gpt import GPT
 from nanochat.model.parts import Parts
 from nanochat.model.weights import shapes
 
@@ -42,7 +40,7 @@ def load_language_meta(path):
     meta = load_meta(path)
     if meta.task != "language":
         raise BadInput(f"{path} is of the task {meta.task}, not a language model: give a run of base_train")
-    read_config(path, meta, GPTConfig)
+    read_language_config(path, meta)
     return meta
 
 
@@ -81,8 +79,8 @@ def load_model(path, dist, *, tokenizer_dir=None, kernel="auto", quantize="none"
         raise BadInput(f"checkpoint {path} is damaged ({problem}): use another one")
     tokenizer = load_tokenizer(tokenizer_dir)
     check_tokenizer(tokenizer, meta.config["vocab_size"], meta.tokenizer_sha256)
-    config = meta.config_as(GPTConfig)
-    kernels = get_kernels(kernel, dist.device_type, Sharding.of_mesh(mesh))
+    config = meta.model_config
+    kernels = get_kernels(kernel_for(config, kernel, dist.device_type), dist.device_type, Sharding.of_mesh(mesh))
     try:
         state = load_tensors(path, MODEL)
         if {name: tuple(tensor.shape) for name, tensor in state.items()} != shapes(config):
@@ -91,7 +89,7 @@ def load_model(path, dist, *, tokenizer_dir=None, kernel="auto", quantize="none"
         raise BadInput(f"checkpoint {path} is damaged ({' '.join(str(error).split())[:200]}): use another "
                        "one") from None
     dtype = torch.bfloat16 if dist.device_type in ("tpu", "cuda") else torch.float32
-    model = GPT(config, kernels, dtype)
+    model = config.new_model(config, kernels, dtype)
     model.load_state_dict(state, assign=True)
     parts = Parts(dist, mesh)
     for name, parameter in model.named_parameters():

@@ -19,7 +19,7 @@ class MeshFlags:
     mesh_tensor: int = flag(1, "chips that divide heads, hidden units and vocabulary", at_least=1)
 
     def mesh(self, config, device_type, kernel):
-        """Returns the Mesh of all chips of this machine for a GPTConfig, or ONE_CHIP if the flags divide nothing.
+        """Returns the Mesh of all chips of this machine for a model's config, or ONE_CHIP if the flags divide nothing.
         Raises BadInput if it does not fit the model, the chips or the kernel."""
         if (self.mesh_fsdp, self.mesh_tensor) == (1, 1):
             return ONE_CHIP

@@ -8,7 +8,7 @@ from nanochat.device.programs import one_program
 from nanochat.infer.quantize import Int8GPT
 from nanochat.infer.sample import never_stop
 from nanochat.model.config import in_whole
-from nanochat.model.gpt import KVCache
+from nanochat.model.decoder import KVCache
 from nanochat.model.layers import causal_mask
 
 BLOCK = 64  # positions to read at a time

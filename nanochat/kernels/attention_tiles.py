@@ -13,7 +13,9 @@ CHUNK = 256  # positions that are normalised and transposed at a time
 
 
 def require_shapes(kernel, config, device_type):
-    """Raises BadInput if `kernel` is flash and cannot run a GPTConfig's model on `device_type`."""
+    """Raises BadInput if `kernel` is flash and cannot run a config's model on `device_type`."""
+    if kernel == "flash" and not config.has_layer_by_hand:
+        raise BadInput(f"--kernel=flash has no layer of --arch={config.arch}: use --kernel=chunked")
     head_dim = config.head_dim
     length = config.max_seq_len
     step = 128 if device_type == "tpu" else 1

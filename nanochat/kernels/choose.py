@@ -32,6 +32,13 @@ def available_kernels(device_type):
     return names
 
 
+def kernel_for(config, name, device_type):
+    """Returns the --kernel `name` for a model's config: on a TPU, `auto` never means `flash` if that lacks its layer.
+    """
+    is_auto = name == "auto" and device_type == "tpu"
+    return "chunked" if is_auto and not config.has_layer_by_hand else name
+
+
 def get_kernels(name, device_type, sharding=WHOLE, chunk_tokens=None, products="bfloat16"):
     """Returns the Kernels called `name`. sharding: how the ranks divide the model's weights; chunk_tokens: tokens whose
     logits a chunked loss holds at a time; None: the device's default; products: bfloat16 or int8, of the layers

@@ -63,23 +63,27 @@ class How:
 
 
 @cache
-def gpt_layer_for_loop(how):
-    """The GPT's Layer, with its backward pass by hand if this file knows all of its options."""
+def layer_for_loop(how):
+    """The Layer of a model. That of a GPT has its backward pass by hand if this file knows all of its options; that of
+    another model is differentiated."""
     by_hand = None
     unknown = how.options.unknown(KNOWN)
     if not unknown:
         by_hand = LayerByHand(partial(_new_saved, how), partial(_forward, how), partial(_backward, how))
-    elif how.sharding.tensor_groups:
+    elif how.sharding.tensor_groups and not how.options.divides_heads:
         raise BadInput(f"--mesh_tensor={len(how.sharding.tensor_groups[0])} is not for a model with {unknown}: "
                        "use --mesh_tensor=1")
     elif how.products != Plain():
         raise BadInput(f"--products=int8 is not for a model with {unknown}: leave it out")
-    return Layer(partial(_by_definition, how.options), by_hand, how.sharding, how.products)
+    return Layer(partial(_by_definition, how), by_hand, how.sharding, how.products)
 
 
-def _by_definition(options, x, x0, weights, window, tables, value):
+def _by_definition(how, x, x0, weights, window, tables, value):
     rotary = [table.to(x.dtype) for table in tables]
-    return layers.gpt_layer(options, x, x0, weights, rotary, layers.WholeText(plain.attention, window), value)
+    arguments = [x, x0, weights, rotary, layers.WholeText(plain.attention, window), value]
+    if how.sharding.tensor_groups:
+        arguments += layers.PLAIN, how.sharding.ranks()
+    return how.options.layer(*arguments)
 
 
 def _new_saved(how, x, weights, slots):

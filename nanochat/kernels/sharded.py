@@ -6,13 +6,15 @@ heads, hidden units and rows of the vocabulary, on the same tokens as the others
 (arXiv 1909.08053).
 """
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 
 from nanochat.device.collectives import all_reduce_in_groups, gather_in_groups, place_in_group, scatter_sum_in_groups
-from nanochat.device.xla_ops import wait_for
-from nanochat.model.weights import DIVIDED_BY_INPUTS, UNDIVIDED
+from nanochat.device.xla_ops import use_device_of, wait_for
+from nanochat.model.layers import Ranks
+from nanochat.model.models import DIVIDED_BY_INPUTS, UNDIVIDED
 
 
 # A matrix (out, in) on a mesh of fsdp F and tensor T. Rank (f, t) holds (out / (F T), in): the f-th part of the t-th
@@ -101,6 +103,10 @@ class Sharding:
         """Returns the number, int32 (), of the first of this rank's `num_rows` rows of a table."""
         return num_rows * place_in_group(self.tensor_groups, device)
 
+    def ranks(self):
+        """Returns the Ranks of a layer that autograd differentiates."""
+        return Ranks(*[partial(function.apply, self) for function in (_Share, _Join, _Own)])
+
     def head(self, part, dtype):
         """Returns a list: the rows of the head that this rank computes with, from its part, in `dtype`; along tensor,
         also the number of the first row."""
@@ -137,6 +143,47 @@ class Sharding:
         """Returns x (…, n × ranks × width) from each rank's own_columns."""
         parts = gather_in_groups(own[None], self.tensor_groups)  # (ranks, …, n × width)
         return parts.unflatten(-1, (-1, width)).movedim(0, -2).flatten(-3)
+
+
+class _Share(torch.autograd.Function):
+    """See layers.Ranks."""
+
+    @staticmethod
+    def forward(ctx, sharding, x):
+        ctx.sharding = sharding
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, d_out):
+        use_device_of(d_out)
+        return None, ctx.sharding.sum(d_out)
+
+
+class _Join(torch.autograd.Function):
+    """See layers.Ranks."""
+
+    @staticmethod
+    def forward(ctx, sharding, x):
+        return sharding.sum(x)
+
+    @staticmethod
+    def backward(ctx, d_out):
+        return None, d_out
+
+
+class _Own(torch.autograd.Function):
+    """See layers.Ranks."""
+
+    @staticmethod
+    def forward(ctx, sharding, vector):
+        ctx.sharding = sharding
+        ctx.width = vector.size(0) // len(sharding.tensor_groups[0])
+        return sharding.own_columns(vector[None], ctx.width)[0]
+
+    @staticmethod
+    def backward(ctx, d_own):
+        use_device_of(d_own)
+        return None, ctx.sharding.all_columns(d_own[None], ctx.width)[0]
 
 
 WHOLE = Sharding()

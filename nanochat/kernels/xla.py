@@ -11,7 +11,7 @@ from nanochat.device import tpu
 from nanochat.device.xla_ops import import_jax, jax_call, row_major_matmul, take, use_device_of
 from nanochat.kernels import plain, xla_loss
 from nanochat.kernels.attention_tiles import MAX_WHOLE
-from nanochat.kernels.gpt_layer import AttentionByHand, How, gpt_layer_for_loop
+from nanochat.kernels.gpt_layer import AttentionByHand, How, layer_for_loop
 from nanochat.kernels.layer_loop import run_layers
 from nanochat.kernels.products import Plain
 from nanochat.kernels.sharded import WHOLE
@@ -42,7 +42,7 @@ def get_kernels(name, interpret, sharding, chunk_tokens, products):
             attention = _pallas_attention(interpret, *chip, sizes)
         in_layer = products if torch.is_grad_enabled() else Plain()
         how = How(options, attention, sharding, in_layer)
-        layer = gpt_layer_for_loop(how)
+        layer = layer_for_loop(how)
         if name == "flash" and layer.by_hand:
             rotary = _pallas_tables(*rotary)
         if values and sharding.tensor_groups:
@@ -56,7 +56,7 @@ def get_kernels(name, interpret, sharding, chunk_tokens, products):
     return Kernels(name, plain.attention, partial(xla_loss.cross_entropy, chunk_tokens, sharding),
                    partial(xla_loss.mean_loss, chunk_tokens, sharding, products), embedding, recompute=None,
                    run_layers=run_all, whole=None if sharding == WHOLE else sharding.whole,
-                   round_weights=products.round_weights)
+                   round_weights=products.round_weights, times=_Times.apply)
 
 
 @cache
@@ -130,6 +130,22 @@ def _pallas_attention(interpret, matrix_unit, max_whole, windows):
 
     matmul = torch.matmul if interpret else row_major_matmul
     return AttentionByHand(forward, backward, pallas_parts.log_sums_shape, matmul)
+
+
+class _Times(torch.autograd.Function):
+    """See layers.Kernels."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x)
+        ctx.weight = weight
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, d_out):
+        x, = ctx.saved_tensors
+        ctx.weight.main_grad.add_((d_out.float() * x.float()).flatten(0, -2).sum(0))
+        return d_out * ctx.weight, None
 
 
 class _OfOwnHeads(torch.autograd.Function):

@@ -1,8 +1,14 @@
 """The architecture of a GPT, described once. The fields of GPTConfig make base_train's flags, what a checkpoint stores,
 the lines that describe a run, the model card and an export. A new field needs no line anywhere else."""
+import math
 from dataclasses import dataclass, fields
 
+import torch
+
 from nanochat.common import BadInput, flag
+from nanochat.model import layers, rates
+from nanochat.model.gpt import GPT
+from nanochat.model.weights import WEIGHTS
 
 HEAD_DIM = 128  # the TPU's matrix unit is 128 (v5e) or 256 (v6e) wide
 
@@ -17,7 +23,8 @@ class GPTConfig:
     """A field made with flag() is a flag of base_train, under the name `called` if there is one; a bool is `on` or
     `off` there. __post_init__ derives the fields that are None. Raises BadInput if the fields make no model.
 
-    A checkpoint is read for ever, so a new field says in `before` what stood for it before it existed: that need not be
+    Beside the fields, a config has what the program needs to know of a model: see models.py. A checkpoint is read for
+    ever, so a new field says in `before` what stood for it before it existed: that need not be
     its default. A field that goes joins GONE_FIELDS (checkpoint/meta.py)."""
     vocab_size: int = 65536  # of the tokenizer
     n_layer: int = flag(16, "number of layers", called="depth", at_least=1, at_most=10_000)
@@ -41,6 +48,15 @@ class GPTConfig:
                                  "values: shared or off", before="off", choices=("off", "shared"))
     rotary_base: float = None  # see rotary_base_for
 
+    arch = "gpt"
+    kept = ()  # fields that are no flags and follow from no flag
+    weights = WEIGHTS
+    new_model = GPT
+    has_layer_by_hand = True
+    # Whose learning rates describe_plan prints
+    rates_of = {"matrices": "attn_q", "embedding": "wte", "head": "lm_head", "value table": "value_table",
+                "scales of the embedding": "x0_scale"}
+
     def __post_init__(self):
         self._default("n_embd", in_whole(64 * self.n_layer, HEAD_DIM))
         self._default("n_head", max(self.n_embd // HEAD_DIM, 1))
@@ -58,11 +74,7 @@ class GPTConfig:
             object.__setattr__(self, name, value)
 
     def _check(self):
-        for name, field in CONFIG_FLAGS.items():
-            size = getattr(self, field.name)
-            _, _, most, _, _ = field.metadata["limits"]
-            if isinstance(size, (int, float)) and size > most:
-                raise BadInput(f"--{name}={size:g} is more than {most:g}: give a smaller one")
+        require_limits(self)
         if self.n_embd % self.n_head or (self.n_embd // self.n_head) % 2:
             raise BadInput(f"--model_dim={self.n_embd} does not divide into --num_heads={self.n_head} heads of an even "
                            "size: change one of them")
@@ -78,6 +90,28 @@ class GPTConfig:
     @property
     def head_dim(self):
         return self.n_embd // self.n_head
+
+    @property
+    def mlp_dim(self):
+        return 4 * self.n_embd
+
+    @property
+    def options(self):
+        return layers.LayerOptions.of(self)
+
+    def rotary_tables(self):
+        return layers.rotary_tables(torch.arange(self.max_seq_len), self.head_dim, self.rotary_base)
+
+    def rules(self, optimizer, total_batch_size, num_iterations, matrix_dtype, earlier_steps, rate_horizon):
+        return rates.gpt_rules(optimizer, total_batch_size, num_iterations, self.n_embd, matrix_dtype, earlier_steps,
+                               rate_horizon)
+
+    def require_flags(self, flags):
+        """Returns None: a GPT has all flags."""
+
+    def with_rows(self, max_seq_len):
+        """Returns the same config: its rotary frequencies belong to its row length."""
+        return self
 
     @property
     def has_values(self):
@@ -97,10 +131,19 @@ class GPTConfig:
                     windows[layer] = self.short_window
         return windows
 
-    def describe(self):
-        """Returns the architecture as text: the values of its flags, and the size of the vocabulary."""
-        values = {**config_as_flags(self), "vocabulary": f"{self.vocab_size:,}"}
-        return ", ".join(f"{name} {value}" for name, value in values.items())
+
+def flag_name(field):
+    """Returns the name of the flag of a config's field."""
+    return field.metadata.get("called", field.name)
+
+
+def require_limits(config):
+    """Raises BadInput if a field of a config is beyond the most that its flag takes."""
+    for field in fields(config):
+        size = getattr(config, field.name)
+        most = field.metadata["limits"][2] if field.metadata else math.inf
+        if isinstance(size, (int, float)) and size > most:
+            raise BadInput(f"--{flag_name(field)}={size:g} is more than {most:g}: give a smaller one")
 
 
 def rotary_base_for(max_seq_len):
@@ -109,44 +152,3 @@ def rotary_base_for(max_seq_len):
     if max_seq_len <= 4096:
         return 10_000.0
     return 100_000.0 if max_seq_len <= 2**15 else 500_000.0
-
-
-# The flags of base_train: {name of a flag: its field}
-CONFIG_FLAGS = {field.metadata.get("called", field.name): field for field in fields(GPTConfig) if field.metadata}
-
-
-def as_flag(value):
-    """Returns the value of a field as its flag spells it."""
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    return value
-
-
-def config_as_flags(config):
-    """Returns the flags that make a GPTConfig, {name: value}."""
-    return {name: as_flag(getattr(config, field.name)) for name, field in CONFIG_FLAGS.items()}
-
-
-def is_given(value):
-    """Returns whether a flag of the model was given: -1 and None leave it to the program."""
-    return value not in (None, -1)
-
-
-def config_from_flags(given, vocab_size):
-    """Returns the GPTConfig of a new run. given: {name of a flag: its value}; a flag that is not given takes its
-    default. Raises BadInput."""
-    values = {}
-    for name, value in given.items():
-        field = CONFIG_FLAGS[name]
-        if is_given(value):
-            values[field.name] = value == "on" if field.type is bool else value
-    return GPTConfig(vocab_size=vocab_size, **values)
-
-
-def require_as_saved(given, config, path, otherwise=", choose another --run, or start anew with --resume=never"):
-    """Raises BadInput if a flag differs from the model in the checkpoint at `path`. given: as in config_from_flags;
-    config: the model's GPTConfig; otherwise: what a person may do, but for leaving the flag out."""
-    for name, saved in config_as_flags(config).items():
-        if is_given(given[name]) and given[name] != saved:
-            raise BadInput(f"--{name}={given[name]}, but the model in {path} has --{name}={saved}: leave the flag "
-                           f"out{otherwise}")

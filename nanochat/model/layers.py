@@ -20,9 +20,15 @@ class LayerOptions:
     layer_gates: bool = False  # see gate_of
     key_shift: bool = False  # see shift_keys
 
+    divides_heads = False  # whether `layer` takes Ranks: a GPT's heads are divided by the layer by hand
+
     @classmethod
     def of(cls, config):
         return cls(**{field.name: getattr(config, field.name) for field in fields(cls)})
+
+    def layer(self, *args):
+        """Returns x (B, T, C) after the layer: see gpt_layer for the arguments."""
+        return gpt_layer(self, *args)
 
     def unknown(self, known):
         """Returns the options that are on and not among the `known` names, as flags in one text, "" if none."""
@@ -52,9 +58,20 @@ class Products(NamedTuple):
 PLAIN = Products(F.linear, lambda h, weight: F.linear(h.square(), weight))
 
 
+class Ranks(NamedTuple):
+    """How the ranks along the axis tensor make one layer together: each computes with its own heads and hidden units.
+    """
+    share: Callable  # share(x): x, of which each rank uses a part or all; its gradient is the sum of the ranks'
+    join: Callable  # join(x): the sum of the ranks' x, whose gradient each of them has
+    own: Callable  # own(vector): this rank's part of a vector that all of them have
+
+
+ALONE = Ranks(*[lambda x: x] * 3)
+
+
 @dataclass(frozen=True)
 class Kernels:
-    """The functions with which a GPT computes. nanochat/kernels/choose.py has the choices."""
+    """The functions with which a model computes. nanochat/kernels/choose.py has the choices."""
     name: str
     # attention(q, k, v, window): causal attention of q (B, H, T, D) with k and v (B, H_kv, T, D) -> (B, H, T, D). A
     # position sees itself and the `window` - 1 positions before it, or all before it if the window is None.
@@ -80,13 +97,15 @@ class Kernels:
     # round_weights(model): rounds the weights that run_layers reads in 8 bits; called after each change. None: it reads
     # none.
     round_weights: Callable | None = None
+    # times(x, weight): x (B, T, C) × weight (C,), outside of the layers.
+    times: Callable = torch.mul
     # Of the layers one after another, in training.
     products: Products = PLAIN
 
 
-def norm(x):
+def norm(x, eps=NORM_EPS):
     """RMSNorm without parameters, over the last dimension."""
-    return F.rms_norm(x, (x.size(-1),), eps=NORM_EPS)
+    return F.rms_norm(x, (x.size(-1),), eps=eps)
 
 
 def rotary_tables(positions, head_dim, base=10000.0):

@@ -11,8 +11,8 @@ import torch
 from nanochat.device.collectives import all_reduce_sum
 from nanochat.device.mesh import Mesh
 from nanochat.device.programs import one_program
+from nanochat.model.models import UNDIVIDED
 from nanochat.model.rates import muon_momentum
-from nanochat.model.weights import UNDIVIDED
 
 MUON_BETA2 = 0.95
 # Factors a, b, c of each step of Polar Express (arXiv 2505.16932), for matrices whose largest singular value is at most

@@ -22,7 +22,7 @@ from nanochat.device.collectives import (
 from nanochat.device.mesh import Mesh, require_divisible
 from nanochat.device.programs import one_program
 from nanochat.device.ranks import Dist
-from nanochat.model.weights import DIVIDED_BY_INPUTS, UNDIVIDED
+from nanochat.model.models import DIVIDED_BY_INPUTS, UNDIVIDED
 
 GATHER_BYTES = 2**30  # of a whole tensor that a device holds at a time while the ranks' parts go to the host
 
@@ -202,10 +202,13 @@ def require_parts(mesh, config):
         return
     require_divisible(mesh, "tensor", {
         "the attention heads (--num_heads)": config.n_head,
-        "the heads of keys and values (--num_kv_heads)": config.n_kv_head})
+        "the heads of keys and values (--num_kv_heads)": config.n_kv_head,
+        "the hidden units of the MLP (--mlp_dim)": config.mlp_dim})
     here = " that a chip along tensor has" if mesh.tensor > 1 else ""
     require_divisible(mesh, "fsdp", {
-        f"the width (--model_dim){here}": config.n_embd // mesh.tensor,
+        "the width (--model_dim)": config.n_embd,
+        f"the hidden units of the MLP (--mlp_dim){here}": config.mlp_dim // mesh.tensor,
+        f"the width of the queries (--num_heads × head size){here}": config.n_head * config.head_dim // mesh.tensor,
         f"the width of keys and values (--num_kv_heads × head size){here}":
             config.n_kv_head * config.head_dim // mesh.tensor})
     if config.vocab_size % mesh.chips:

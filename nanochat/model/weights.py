@@ -1,6 +1,6 @@
-"""The weights of the GPT: name, shape, start, learning rate, and how a mesh divides each. A new weight is a line in
-this table: the model's parameters, a layer's weights (layer_weights), the initial weights, the optimizer's groups, the
-ranks' parts and the count of FLOPs follow from it.
+"""The weights of a model: name, shape, start, learning rate, and how a mesh divides each. A new weight is a line in
+the table of its model: the model's parameters, a layer's weights (layer_weights), the initial weights, the optimizer's
+groups, the ranks' parts and the count of FLOPs follow from it. The table of the GPT is here, that of llama.py there.
 """
 from collections import namedtuple
 from dataclasses import dataclass
@@ -42,8 +42,8 @@ class Weight:
     start: Start = Start()
     start_with_values: Start | None = None  # in a model with value embeddings; None: the same
     rate: Rate | None = None  # None: a matrix, which Muon updates
-    divides: str = "outputs"  # what a mesh's axis tensor divides: outputs (or rows) or inputs
-    only_with: str = ""  # the field of GPTConfig that requires it
+    divides: str = "outputs"  # what a mesh's axis tensor divides: outputs (or rows), inputs, or nothing
+    only_with: str = ""  # the field of the config that requires it
 
     @property
     def is_stack(self):
@@ -52,7 +52,12 @@ class Weight:
     @property
     def is_divided(self):
         """Whether ranks hold parts of it. A layer's scalars and vectors are whole on every rank."""
-        return self.rate is None or not self.is_stack
+        return self.divides != "nothing"
+
+    @property
+    def is_matrix(self):
+        """Whether it is a stack of matrices."""
+        return self.is_stack and self.is_divided
 
 
 # Start: with attn_o and mlp_out at 0, a layer is the identity; with a small lm_head, predictions are almost uniform;
@@ -65,66 +70,69 @@ WEIGHTS = (
     Weight("attn_k", "L C_kv C", "matrices", Start(uniform=1.0)),
     Weight("attn_v", "L C_kv C", "matrices", Start(uniform=1.0)),
     Weight("attn_o", "L C C", "matrices", divides="inputs"),  # its inputs are the parts that attn_q, k and v make
-    Weight("mlp_in", "L 4C C", "matrices", Start(uniform=1.0), Start(uniform=0.4)),
-    Weight("mlp_out", "L C 4C", "matrices", divides="inputs"),
-    Weight("resid_scale", "L", "scalars", Start.at(1.0), Start(first=1.15, last=1.05), Rate("scalar_lr", 0.01)),
-    Weight("x0_scale", "L", "scalars", Start.at(0.1), Start(first=0.2, last=0.05), Rate("scalar_lr")),
-    Weight("gate_map", "L G C", "gates", rate=Rate("", 0.001, by_width=True), only_with="layer_gates"),
-    Weight("gate_scale", "L G 1", "gates", Start.at(1.0), rate=Rate("", 0.035), only_with="layer_gates"),
+    Weight("mlp_in", "L M C", "matrices", Start(uniform=1.0), Start(uniform=0.4)),
+    Weight("mlp_out", "L C M", "matrices", divides="inputs"),
+    Weight("resid_scale", "L", "scalars", Start.at(1.0), Start(first=1.15, last=1.05), Rate("scalar_lr", 0.01),
+           "nothing"),
+    Weight("x0_scale", "L", "scalars", Start.at(0.1), Start(first=0.2, last=0.05), Rate("scalar_lr"),
+           "nothing"),
+    Weight("gate_map", "L G C", "gates", rate=Rate("", 0.001, by_width=True), divides="nothing",
+           only_with="layer_gates"),
+    Weight("gate_scale", "L G 1", "gates", Start.at(1.0), rate=Rate("", 0.035), divides="nothing",
+           only_with="layer_gates"),
     Weight("value_table", "V N", "value embeddings", Start(uniform=1.5), rate=Rate("embedding_lr", 0.5, by_width=True),
            only_with="has_values"),
     Weight("lm_head", "V C", "head", Start(normal=0.001), rate=Rate("unembedding_lr", by_width=True)),
 )
-DIVIDED_BY_INPUTS = frozenset(weight.name for weight in WEIGHTS if weight.divides == "inputs")
-UNDIVIDED = frozenset(weight.name for weight in WEIGHTS if not weight.is_divided)
 # In the order to print them.
-GROUPS = ("matrices", "embedding", "head", "scalars", "gates", "value embeddings")
+GROUPS = ("matrices", "embedding", "head", "scalars", "vectors", "gates", "value embeddings")
 
 
 def sizes(config):
-    """Returns the sizes that the letters in the shapes stand for, {letter: size}, in a GPTConfig's model."""
+    """Returns the sizes that the letters in the shapes stand for, {letter: size}, in a config's model."""
     kv_width = config.n_kv_head * config.head_dim
-    return {"V": config.vocab_size, "L": config.n_layer, "C": config.n_embd, "C_kv": kv_width, "4C": 4 * config.n_embd,
-            "G": NUM_GATES, "1": 1, "N": kv_width}
+    return {"V": config.vocab_size, "L": config.n_layer, "C": config.n_embd, "C_q": config.n_head * config.head_dim,
+            "C_kv": kv_width, "D": config.head_dim, "M": config.mlp_dim, "G": NUM_GATES, "1": 1, "N": kv_width}
 
 
 def shapes(config):
-    """Returns {name: shape} of the weights in a GPTConfig's model."""
+    """Returns {name: shape} of the weights in a config's model."""
     size_of = sizes(config)
     found = {}
-    for weight in WEIGHTS:
+    for weight in config.weights:
         if not weight.only_with or getattr(config, weight.only_with):
             found[weight.name] = tuple(size_of[letter] for letter in weight.shape.split())
     return found
 
 
 def count_parameters(config):
-    """Returns {group: number of parameters} of a GPTConfig's model."""
+    """Returns {group: number of parameters} of a config's model."""
     shape_of = shapes(config)
     counted = dict.fromkeys(GROUPS, 0)
-    for weight in WEIGHTS:
+    for weight in config.weights:
         counted[weight.group] += prod(shape_of.get(weight.name, [0]))
     return {group: number for group, number in counted.items() if number}
 
 
 def matrix_parameters(parameters):
-    """Returns how many of the parameters, {group: number}, take part in matrix products: all but the embedding."""
-    return parameters["matrices"] + parameters["head"]
+    """Returns how many of the parameters, {group: number}, take part in matrix products: the layers' and the head's,
+    which may be the embedding."""
+    return parameters["matrices"] + parameters.get("head", parameters["embedding"])
 
 
 def flops_per_token(config, seq_len):
     """Returns the useful FLOPs per token of forward and backward together; recomputation does not count.
 
     Each matrix parameter takes 6: a multiplication and an addition, once forward and twice backward (Kaplan et al.
-    2020, arXiv 2001.08361). Attention takes 12 × width for each position that a token attends to (PaLM, arXiv
-    2204.02311, appendix B). PaLM counts all T positions. This counts only those that the causal mask and the layer's
-    window leave: (T + 1) / 2 on average without a window.
+    2020, arXiv 2001.08361). Attention takes 12 × the queries' width for each position that a token attends to (PaLM,
+    arXiv 2204.02311, appendix B). PaLM counts all T positions. This counts only those that the causal mask and the
+    layer's window leave: (T + 1) / 2 on average without a window.
     """
     positions = 0
     for window in config.windows():
         window = min(window or seq_len, seq_len)
         positions += (window * (window + 1) / 2 + (seq_len - window) * window) / seq_len  # mean of min(t, window)
-    return 6 * matrix_parameters(count_parameters(config)) + 12 * config.n_embd * positions
+    return 6 * matrix_parameters(count_parameters(config)) + 12 * config.n_head * config.head_dim * positions
 
 
 def mfu(tokens_per_s, flops_per_token, peak_flops_per_chip, chips):
@@ -136,7 +144,7 @@ def mfu(tokens_per_s, flops_per_token, peak_flops_per_chip, chips):
 
 def layer_weights(config):
     """Returns the type of a layer's weights, a named tuple. The model has a stack of each over all layers."""
-    stacks = [weight for weight in WEIGHTS if weight.is_stack and weight.name in shapes(config)]
+    stacks = [weight for weight in config.weights if weight.is_stack and weight.name in shapes(config)]
     numbers_first = sorted(stacks, key=lambda weight: weight.shape != "L")
     return _named_tuple(tuple(weight.name for weight in numbers_first))
 
@@ -153,7 +161,7 @@ def initial_weights(config, seed=0):
     generator = torch.Generator().manual_seed(seed)
     shape_of = shapes(config)
     # The tables that every model has are drawn first, so options do not change them.
-    tables_first = sorted(WEIGHTS, key=lambda weight: weight.name not in ("wte", "lm_head"))
+    tables_first = sorted(config.weights, key=lambda weight: weight.name not in ("wte", "lm_head"))
     for weight in tables_first:
         shape = shape_of.get(weight.name)
         if shape is None:
@@ -161,7 +169,7 @@ def initial_weights(config, seed=0):
         start = weight.start
         if config.has_values and weight.start_with_values:
             start = weight.start_with_values
-        if weight.rate is None:
+        if weight.is_matrix:
             for layer in range(config.n_layer):
                 yield weight.name, layer, _drawn(start, shape[1:], config.n_embd, generator)
         elif not weight.is_stack:
@@ -177,4 +185,4 @@ def _drawn(start, shape, width, generator):
     if start.uniform:
         bound = start.uniform * (3 / width) ** 0.5  # a uniform distribution's bound is sqrt(3) × its deviation
         return torch.empty(shape).uniform_(-bound, bound, generator=generator)
-    return torch.zeros(shape)
+    return torch.full(shape, start.first)

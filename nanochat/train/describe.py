@@ -7,9 +7,9 @@ from nanochat.common import BadInput, say
 from nanochat.device import tpu
 from nanochat.device.tpu import GIB
 from nanochat.kernels.choose import get_kernels
-from nanochat.model.gpt import GPT
+from nanochat.model.models import describe
 from nanochat.model.rates import lr_stages
-from nanochat.model.weights import matrix_parameters
+from nanochat.model.weights import matrix_parameters, shapes
 from nanochat.record.metrics import format_duration
 
 ASSUMED_MFU = 0.3  # for the estimated time
@@ -31,7 +31,7 @@ def describe_plan(plan, tokenizer):
     lines = {
         "devices": f"{plan.world_size} × {accelerator or plan.device_type}, kernel {plan.kernel}, {dtype} compute"
                    f"{products}",
-        "model": plan.config.describe(),
+        "model": describe(plan.config),
         "parameters": f"{sum(plan.parameters.values()):,} = {parameters}",
         "batch": _describe_batch(plan),
         "horizon": f"{plan.num_iterations:,} steps, {tokens:,} tokens, {tokens / divisor:.1f} for each of the "
@@ -93,11 +93,11 @@ def _describe_rates(plan):
     if first_lower <= plan.num_iterations and optimizer.final_lr_frac < 1:
         falls = f"fall from step {first_lower:,} on"
     rules = plan.rules
-    rates = {"matrices": rules.matrix_lr, "embedding": rules.adam["wte"].lr, "head": rules.adam["lm_head"].lr}
-    if plan.config.has_values:
-        rates["value table"] = rules.adam["value_table"].lr
-    rates["scales of the embedding"] = rules.adam["x0_scale"].lr
-    heights = ", ".join(f"{name} {rate:.3g}" for name, rate in rates.items())
+    rates = []
+    for what, name in plan.config.rates_of.items():
+        if name in shapes(plan.config):
+            rates.append(f"{what} {rules.adam[name].lr if name in rules.adam else rules.matrix_lr:.3g}")
+    heights = ", ".join(rates)
     return f"{rises}, {falls}; at lr 1.000: {heights}"
 
 
@@ -105,7 +105,7 @@ def describe_mesh(plan):
     """Returns the mesh of a Plan that divides the weights: where its chips stand, what each holds, and what a
     micro-step moves."""
     mesh = plan.mesh
-    held = held_bytes(plan.parameters, plan.dtype.itemsize, mesh, plan.config.n_layer)
+    held = held_bytes(plan.parameters, plan.dtype.itemsize, mesh, plan.config.n_layer, plan.rules)
     holds = ", ".join(f"{size / GIB:.2f} GiB {name}" for name, size in held.items())
     moved = []
     if mesh.fsdp > 1:
@@ -116,17 +116,19 @@ def describe_mesh(plan):
             f"a chip holds {holds}; a micro-step sends {', and '.join(moved)}")
 
 
-def held_bytes(parameters, size, mesh, layers):
+def held_bytes(parameters, size, mesh, layers, rules):
     """Returns the bytes that a chip holds between programs, {what: bytes}.
 
     parameters: {group: number}; size: the bytes of a weight. The chips divide the optimizer's state, fp32 weights and
-    averages: one for matrices, of which a chip has whole layers, and two for tables.
+    averages: one of a matrix that Muon updates, else two. It has whole layers of the matrices.
     """
     weights = sum(parameters.values()) / (mesh.fsdp * mesh.tensor)
     tables = 12 * sum(parameters.get(name, 0) for name in TABLES)
     # A chip gets whole layers of each stack, because Muon needs whole matrices; zeros pad their number.
     matrices = parameters["matrices"] // layers * (layers + -layers % mesh.chips)
-    return {"weights": size * weights, "gradients": 4 * weights, "optimizer": (8 * matrices + tables) / mesh.chips}
+    of_matrix = 12 if "attn_q" in rules.adam else 8
+    optimizer = (of_matrix * matrices + tables) / mesh.chips
+    return {"weights": size * weights, "gradients": 4 * weights, "optimizer": optimizer}
 
 
 def _describe_fsdp(plan):
@@ -181,7 +183,7 @@ def require_time(plan, num_iterations):
 
 def seconds_of_row(config):
     """Returns the seconds of the forward and the backward pass of one row on this CPU."""
-    model = GPT(config, get_kernels("current", "cpu"))
+    model = config.new_model(config, get_kernels("current", "cpu"))
     model.init_weights()
     ids = torch.zeros((1, config.max_seq_len), dtype=torch.int64)
     begun = time.monotonic()

@@ -13,8 +13,8 @@ from nanochat.data.lanes import NUM_LANES
 from nanochat.data.mixture import NAME, read_mixture
 from nanochat.data.shards import TextFlags
 from nanochat.device.ranks import DEVICE_TYPES
-from nanochat.model.config import CONFIG_FLAGS, as_flag, config_as_flags
 from nanochat.model.layers import RECOMPUTED
+from nanochat.model.models import CONFIG_FLAGS, KEPT, MODELS, as_flag, settled
 from nanochat.model.rates import OptimConfig
 
 MAX_STEPS = 10**9  # of a run
@@ -135,8 +135,8 @@ class DataFlags(TextFlags):
 
 
 def _flag_of_field(config_field):
-    """Returns the flag of a field of GPTConfig. Its default is None: a resumed run keeps the checkpoint's value, and a
-    new run takes GPTConfig's."""
+    """Returns the flag of a field of a config. Its default is None: a resumed run keeps the checkpoint's value, and a
+    new run takes the config's."""
     # A bool becomes on, off or None: a resumed run must tell "off" from "not given".
     options = {name: value for name, value in config_field.metadata.items() if name not in ("called", "before")}
     options["of"] = config_field.type
@@ -147,8 +147,12 @@ def _flag_of_field(config_field):
     return field(default=None, metadata=options)
 
 
-# The flags of the model, {name: value}; None where the command line does not give it.
-_MODEL_FIELDS = [(name, each.type | None, _flag_of_field(each)) for name, each in CONFIG_FLAGS.items()]
+# The flags of the model, {name: value}, and the fields of its config that are kept; None where the command line does
+# not give it.
+_MODEL_FIELDS = [("arch", str | None, flag(None, "the model: gpt, or llama, the family of Llama, Qwen2 and Qwen3 "
+                                           "(default: gpt)", choices=tuple(MODELS)))]
+_MODEL_FIELDS += [(name, each.type | None, _flag_of_field(each)) for name, each in CONFIG_FLAGS.items()]
+_MODEL_FIELDS += [(name, object, None) for name in KEPT]
 ModelFlags = make_dataclass("ModelFlags", _MODEL_FIELDS, frozen=True)
 ModelFlags.__module__ = __name__  # so that it can be handed to other processes
 
@@ -311,7 +315,7 @@ class Flags(FlagGroups):
         return Flags(*changed)
 
     def settled(self, config):
-        return self.replace(**config_as_flags(config))
+        return self.replace(**settled(config))
 
 
 def parse_flags(argv=None, description=None):

@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from nanochat.checkpoint.meta import read_config, require_same
+from nanochat.checkpoint.meta import read_language_config, require_same
 from nanochat.checkpoint.pieces import state_bytes
 from nanochat.common import BadInput
 from nanochat.data.fim import Infilling, check_fim
@@ -21,8 +21,7 @@ from nanochat.infer.loss_eval import HeldOutRows, NotRead, bits_per_byte, with_s
 from nanochat.infer.sample import BrokenModel
 from nanochat.kernels.choose import get_kernels
 from nanochat.kernels.sharded import Sharding
-from nanochat.model.config import GPTConfig, require_as_saved
-from nanochat.model.gpt import GPT
+from nanochat.model.models import require_as_saved
 from nanochat.model.optim import MuonAdamW
 from nanochat.model.parts import Parts
 from nanochat.model.rates import OptimConfig
@@ -53,9 +52,9 @@ NEXT_TOKEN = Objective(next_token_loss)
 
 
 def make_model(plan):
-    """Returns a Plan's GPT, on torch's default device and without initial weights."""
+    """Returns a Plan's model, on torch's default device and without initial weights."""
     kernels = get_kernels(plan.kernel, plan.device_type, Sharding.of_mesh(plan.mesh), products=plan.products)
-    return GPT(plan.config, kernels, plan.dtype, plan.activation_checkpointing)
+    return plan.config.new_model(plan.config, kernels, plan.dtype, plan.activation_checkpointing)
 
 
 def make_optimizer(plan, model, dist=None, weights=None):
@@ -118,7 +117,7 @@ class LanguageTask:
                 "total_batch_size": self.plan.total_batch_size}
 
     def resumed(self, path, meta):
-        config = read_config(path, meta, GPTConfig)
+        config = read_language_config(path, meta)
         if not meta.flags:
             raise BadInput(f"{path} was imported and holds only weights, so no run can resume: choose another --run")
         require_same(path, {"the hash of the tokenizer": (meta.tokenizer_sha256, self.tokenizer.sha256)})
@@ -132,7 +131,7 @@ class LanguageTask:
         return replace(self, flags=flags, plan=plan, start=None)
 
     def state_bytes(self):
-        optimizer = make_optimizer(self.plan, GPT.on_meta(self.plan.config))
+        optimizer = make_optimizer(self.plan, self.plan.config.new_model.on_meta(self.plan.config))
         return state_bytes(optimizer.masters, optimizer.state)
 
     # Data

@@ -11,12 +11,12 @@ from nanochat.common import BadInput
 from nanochat.device import tpu
 from nanochat.device.mesh import Mesh, divisors_in_words, make_mesh
 from nanochat.kernels.attention_tiles import require_shapes
-from nanochat.kernels.choose import get_kernels
+from nanochat.kernels.choose import get_kernels, kernel_for
 from nanochat.kernels.sharded import Sharding
 from nanochat.model import weights
-from nanochat.model.config import GPTConfig, config_from_flags
+from nanochat.model.models import config_from_flags
 from nanochat.model.parts import require_parts
-from nanochat.model.rates import OptimConfig, gpt_rules
+from nanochat.model.rates import OptimConfig
 from nanochat.model.weights import count_parameters, matrix_parameters
 from nanochat.train.flags import MAX_STEPS, StartFlags
 
@@ -28,7 +28,7 @@ MAX_DEVICE_BYTES = 512 << 30  # more than any TPU or GPU has
 @dataclass(frozen=True)
 class Plan:
     """What a run of base_train does. See Task.plan (task.py)."""
-    config: GPTConfig
+    config: object  # see model/models.py
     kernel: str  # see kernels/choose.py
     dtype: torch.dtype  # of activations and products
     products: str  # of the layers and the loss
@@ -50,8 +50,8 @@ class Plan:
     @property
     def rules(self):
         """How each parameter is updated, a Rules."""
-        return gpt_rules(self.optimizer, self.total_batch_size, self.num_iterations, self.config.n_embd, self.dtype,
-                         self.start.earlier_steps, self.start.rate_horizon)
+        return self.config.rules(self.optimizer, self.total_batch_size, self.num_iterations, self.dtype,
+                                 self.start.earlier_steps, self.start.rate_horizon)
 
     @property
     def flops_per_token(self):
@@ -119,9 +119,10 @@ def make_plan(flags, vocab_size, device_type, world_size, meta=None):
     """
     batch = flags.batch
     devices = flags.devices
-    config = meta.config_as(GPTConfig) if meta else config_from_flags(asdict(flags.model), vocab_size)
+    config = meta.model_config if meta else config_from_flags(asdict(flags.model), vocab_size)
     # Each follows from the one before: the mesh divides the weights, the kernels must suit the mesh, the row lengths
     # must suit the kernels, a batch is whole micro-steps of the mesh, and the horizon counts batches.
+    config.require_flags(flags)
     parameters = count_parameters(config)
     _require_memory(parameters, config, batch, device_type)
     mesh = plan_mesh(devices, config, device_type, world_size)
@@ -150,7 +151,7 @@ def make_plan(flags, vocab_size, device_type, world_size, meta=None):
 
 
 def plan_mesh(devices, config, device_type, world_size):
-    """Returns the Mesh for KernelFlags and a GPTConfig. Raises BadInput for one that does not suit the model, the
+    """Returns the Mesh for KernelFlags and a model's config. Raises BadInput for one that does not suit the model, the
     devices or the other flags."""
     mesh = make_mesh(devices.mesh_fsdp, devices.mesh_tensor, world_size)
     if not mesh.divides_weights:
@@ -167,7 +168,8 @@ def plan_mesh(devices, config, device_type, world_size):
 
 def plan_kernel(devices, config, device_type, mesh):
     """Returns the name of the kernels, for DeviceFlags. Raises BadInput if they cannot run this model here."""
-    kernels = get_kernels(devices.kernel, device_type, Sharding.of_mesh(mesh), products=devices.products)
+    kernels = get_kernels(kernel_for(config, devices.kernel, device_type), device_type, Sharding.of_mesh(mesh),
+                          products=devices.products)
     require_shapes(kernels.name, config, device_type)
     return kernels.name
 

@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from nanochat.checkpoint import on_disk
-from nanochat.checkpoint.meta import Meta, load_meta, read_config, require_same
+from nanochat.checkpoint.meta import Meta, load_meta, read_language_config, require_same
 from nanochat.checkpoint.pieces import load_tensors
 from nanochat.common import BadInput
 from nanochat.data.tokenizer import load_tokenizer
-from nanochat.model.config import GPTConfig, config_as_flags, require_as_saved
+from nanochat.model.models import config_as_flags, is_given, require_as_saved
 from nanochat.train.flags import StartFlags, require_not_gone
 from nanochat.train.prepare import run_directory
 
@@ -56,7 +56,7 @@ def saved_meta(flags, directory):
             meta = load_meta(path)
             if meta.task != "language":  # prepare refuses it
                 return None
-            read_config(path, meta, GPTConfig)
+            read_language_config(path, meta)
             return meta
     return None
 
@@ -66,7 +66,7 @@ def kept_flags(flags, directory):
     meta = saved_meta(flags, directory)
     if meta is None:
         return []
-    saved = config_as_flags(meta.config_as(GPTConfig))
+    saved = config_as_flags(meta.model_config)
     found = []
     for name, value in saved.items():
         if getattr(flags.model, name) is None:
@@ -102,6 +102,8 @@ def find_start(flags, saved, tokenizer, directory):
         # The machine may be new, and the mirror may have a checkpoint of this run.
         return flags.replace(**vars(StartFlags())), None, f"{what}: {error}"
     meta, config = other_model(what, path, directory)
+    if is_given(flags.model.max_seq_len):
+        config = config.with_rows(flags.model.max_seq_len)
     start = Start(path, meta, f"{meta.flags.get('run', path.absolute().parent.name)}/step_{meta.step:06d}")
     _require_start(what, start, flags, config, tokenizer)
     begun = StartFlags(start.name, start.has_optimizer, saved_start(meta).earlier_steps, rate_horizon=0)
@@ -133,19 +135,19 @@ def saved_start(meta):
 
 
 def other_model(what, path, directory):
-    """Returns the Meta and the GPTConfig of another run's checkpoint. Raises BadInput if it is of the run in
+    """Returns the Meta and the config of another run's checkpoint. Raises BadInput if it is of the run in
     `directory`, or holds no model of text."""
     meta = load_meta(path)
     if meta.task != "language":
         raise BadInput(f"{what} is of the task {meta.task} and no model of text: give a run of base_train")
-    config = read_config(path, meta, GPTConfig)
+    config = read_language_config(path, meta)
     if path.resolve().parent == directory.resolve():
         raise BadInput(f"{what} is a checkpoint of this run: give another run, or choose another --run")
     return meta, config
 
 
 def _require_start(what, start, flags, config, tokenizer):
-    """Raises BadInput if a run with the Flags cannot begin with a Start, whose model has this GPTConfig."""
+    """Raises BadInput if a run with the Flags cannot begin with a Start, whose model has this config."""
     require_same(start.path, {"the hash of the tokenizer": (start.meta.tokenizer_sha256, tokenizer.sha256)})
     require_as_saved(vars(flags.model), config, start.path, otherwise="")
     problem = on_disk.find_problem(start.path, weights_only=not start.has_optimizer)

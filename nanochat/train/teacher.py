@@ -1,5 +1,5 @@
 """Distillation: the model also learns from the predictions of a trained one, base_train --teacher=RUN."""
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,16 +12,15 @@ from nanochat.kernels.attention_tiles import require_shapes
 from nanochat.kernels.choose import get_kernels
 from nanochat.kernels.loss import TeacherTerms, Teaching
 from nanochat.kernels.sharded import Sharding
-from nanochat.model.config import GPTConfig
-from nanochat.model.gpt import GPT
 from nanochat.model.parts import Parts, require_parts
+from nanochat.model.weights import shapes
 from nanochat.train.start import other_model
 
 
 class Teacher(NamedTuple):
     """A trained model, and how a run learns from it."""
     path: Path  # of its checkpoint
-    config: GPTConfig
+    config: object  # see model/models.py
     weight: float  # of the teacher in the loss
     temperature: float
 
@@ -47,6 +46,12 @@ def find_teacher(flags, plan, tokenizer, directory):
     if meta.tokenizer_sha256 != tokenizer.sha256:
         raise BadInput(f"{what} has another tokenizer ({meta.tokenizer_sha256[:12]}) than this run "
                        f"({tokenizer.sha256[:12]}): train with the teacher's --tokenizer_dir")
+    config = config.with_rows(plan.config.max_seq_len)
+    rows = plan.config.vocab_size
+    if config.vocab_size < rows:
+        raise BadInput(f"{what} has a vocabulary of {config.vocab_size}, and this model one of {rows}: give another "
+                       "teacher")
+    config = replace(config, vocab_size=rows)  # rows beyond the student's are of no token
     if config.max_seq_len < plan.config.max_seq_len:
         raise BadInput(f"{what} sees {config.max_seq_len} positions: give --max_seq_len of at most that, not "
                        f"{plan.config.max_seq_len}")
@@ -62,12 +67,13 @@ def find_teacher(flags, plan, tokenizer, directory):
 
 
 def make_teacher(teacher, plan, dist, weights=None):
-    """Returns the teacher's GPT on torch's default device, with the student's kernels and this rank's parts of
+    """Returns the teacher's model on torch's default device, with the student's kernels and this rank's parts of
     `weights`, {name: whole weight}; without them its weights are meaningless."""
     kernels = get_kernels(plan.kernel, plan.device_type, Sharding.of_mesh(plan.mesh))
-    model = GPT(teacher.config, kernels, plan.dtype).requires_grad_(False).to(plan.dtype)
+    model = teacher.config.new_model(teacher.config, kernels, plan.dtype).requires_grad_(False).to(plan.dtype)
     if weights:
-        model.load_state_dict(weights)
+        shape_of = shapes(teacher.config)
+        model.load_state_dict({name: weight[:shape_of[name][0]] for name, weight in weights.items()})
     parts = Parts(dist, plan.mesh)
     for name, weight in model.named_parameters():
         if plan.mesh.divides_weights:
@@ -77,7 +83,7 @@ def make_teacher(teacher, plan, dist, weights=None):
 
 
 def load_teacher(teacher, plan, dist):
-    """Returns the teacher's GPT with its weights, or this rank's parts of them, on its device."""
+    """Returns the teacher's model with its weights, or this rank's parts of them, on its device."""
     return make_teacher(teacher, plan, dist, load_tensors(teacher.path, MODEL)).to(dist.device)
 
 
@@ -85,7 +91,7 @@ class DistillationLoss:
     """The mean loss of rows (B, T + 1) for a student: see kernels/loss.py."""
 
     def __init__(self, teacher, model):
-        """teacher: a Teacher; model: its GPT, on the device."""
+        """teacher: a Teacher; model: its model, on the device."""
         self.model = model
         self.terms = TeacherTerms(model.logit_cap, teacher.weight, teacher.temperature)
 
@@ -95,5 +101,5 @@ class DistillationLoss:
             hidden = self.model.hidden(ids).flatten(0, 1)  # (B × T, C_teacher)
         # Hidden states and not logits: the loss makes both models' logits for a chunk of tokens at a time, so all of
         # them, (B × T, V), never exist at once.
-        teaching = Teaching(hidden, self.model.lm_head, self.terms)
+        teaching = Teaching(hidden, self.model.head, self.terms)
         return {"loss": student(ids, rows[:, 1:], reduction="mean", teaching=teaching)}, carry

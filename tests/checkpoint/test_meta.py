@@ -8,7 +8,8 @@ import torch
 from nanochat.checkpoint.meta import FORMAT, Meta, load_meta, read_config, require_same, restore_rng, rng_state
 from nanochat.checkpoint.on_disk import META
 from nanochat.common import BadInput
-from nanochat.model.config import CONFIG_FLAGS, GPTConfig, require_as_saved
+from nanochat.model.config import GPTConfig
+from nanochat.model.models import CONFIG_FLAGS, require_as_saved
 from tests.checkpoint.states import make_meta
 
 CONFIG = asdict(GPTConfig(vocab_size=270, max_seq_len=32, n_layer=2, n_embd=64, n_head=2))

@@ -25,7 +25,8 @@ from nanochat.export import export, model_card
 from nanochat.export.export import tokenizer_json
 from nanochat.kernels.choose import get_kernels
 from nanochat.model.config import GPTConfig
-from nanochat.model.gpt import GPT, KVCache
+from nanochat.model.decoder import KVCache
+from nanochat.model.gpt import GPT
 from scripts import export as script
 from tests.checkpoint.states import make_meta, names
 from tests.conftest import last_of_each

@@ -11,7 +11,8 @@ from nanochat.common import BadInput
 from nanochat.infer.quantize import Int8GPT
 from nanochat.kernels.choose import get_kernels
 from nanochat.model.config import GPTConfig
-from nanochat.model.gpt import GPT, KVCache
+from nanochat.model.decoder import KVCache
+from nanochat.model.gpt import GPT
 from nanochat.model.layers import IGNORE_INDEX, LayerOptions
 
 # A model without gates and value embeddings, whose layers see everything: tests add what they are about.

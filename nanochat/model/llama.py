@@ -1,0 +1,186 @@
+"""The Llama family: Llama, SmolLM2, Qwen2, Qwen2.5-Coder and Qwen3, trained from nothing or from the weights of others
+(scripts/import_hf.py). RMSNorm with weights, rotary positions, grouped-query attention, SwiGLU; for Qwen2 biases of
+queries, keys and values, for Qwen3 QK-norm; the head may be the embedding."""
+from dataclasses import dataclass, fields, replace
+
+import torch
+import torch.nn.functional as F
+
+from nanochat.common import BadInput, flag
+from nanochat.model.config import in_whole, require_limits
+from nanochat.model.decoder import Decoder
+from nanochat.model.layers import ALONE, PLAIN, apply_rotary, norm, split_heads
+from nanochat.model.rates import AdamW, OptimConfig, Rules
+from nanochat.model.weights import Rate, Start, Weight
+
+BETAS = (0.9, 0.95)
+WEIGHT_DECAY = 0.1  # of matrices and tables, times the learning rate, in each step
+FRESH_LR = 6e-4  # of a model that begins from nothing
+BEGUN_LR = 3e-5  # of one that begins with trained weights (dev/log compares 1e-5, 3e-5 and 1e-4)
+
+RANDOM = Start(normal=0.02)  # as transformers begins
+ONES = Start.at(1.0)
+_ADAM = Rate("")  # one rate for all, see llama_rules
+WEIGHTS = (
+    Weight("wte", "V C", "embedding", RANDOM, rate=_ADAM),
+    Weight("attn_norm", "L C", "vectors", ONES, rate=_ADAM, divides="nothing"),
+    Weight("attn_q", "L C_q C", "matrices", RANDOM, rate=_ADAM),
+    Weight("attn_k", "L C_kv C", "matrices", RANDOM, rate=_ADAM),
+    Weight("attn_v", "L C_kv C", "matrices", RANDOM, rate=_ADAM),
+    Weight("q_bias", "L C_q", "vectors", rate=_ADAM, divides="nothing", only_with="qkv_bias"),
+    Weight("k_bias", "L C_kv", "vectors", rate=_ADAM, divides="nothing", only_with="qkv_bias"),
+    Weight("v_bias", "L C_kv", "vectors", rate=_ADAM, divides="nothing", only_with="qkv_bias"),
+    Weight("q_norm", "L D", "vectors", ONES, rate=_ADAM, divides="nothing", only_with="qk_norm"),
+    Weight("k_norm", "L D", "vectors", ONES, rate=_ADAM, divides="nothing", only_with="qk_norm"),
+    Weight("attn_o", "L C C_q", "matrices", RANDOM, rate=_ADAM, divides="inputs"),
+    Weight("mlp_norm", "L C", "vectors", ONES, rate=_ADAM, divides="nothing"),
+    Weight("mlp_gate", "L M C", "matrices", RANDOM, rate=_ADAM),
+    Weight("mlp_in", "L M C", "matrices", RANDOM, rate=_ADAM),
+    Weight("mlp_out", "L C M", "matrices", RANDOM, rate=_ADAM, divides="inputs"),
+    Weight("out_norm", "C", "vectors", ONES, rate=_ADAM, divides="nothing"),
+    Weight("lm_head", "V C", "head", RANDOM, rate=_ADAM, only_with="has_own_head"),
+)
+
+
+@dataclass(frozen=True)
+class LlamaOptions:
+    """What the layer needs to know of the config, by the same names."""
+    head_dim: int
+    norm_eps: float
+    qkv_bias: bool
+    qk_norm: bool
+    divides_heads = True
+
+    def unknown(self, known):
+        """Returns the name of the model for a person: only `layer` computes it."""
+        return "--arch=llama"
+
+    def layer(self, x, x0, weights, rotary, text, value=None, products=PLAIN, ranks=ALONE):
+        """One layer: returns x (B, T, C) after attention and MLP. This is the definition, as in transformers. The
+        arguments are those of layers.gpt_layer; x0 and value are unused. ranks: layers.Ranks, of which this one has its
+        own heads and hidden units."""
+        w = type(weights)(*(weight.to(x.dtype) for weight in weights))
+        normed = ranks.share(norm(x, self.norm_eps) * w.attn_norm)
+        q = products.linear(normed, w.attn_q)  # (B, T, H × head_dim)
+        k = products.linear(normed, w.attn_k)  # (B, T, H_kv × head_dim), as v
+        v = products.linear(normed, w.attn_v)
+        if self.qkv_bias:
+            q = q + ranks.own(w.q_bias)
+            k = k + ranks.own(w.k_bias)
+            v = v + ranks.own(w.v_bias)
+        q = split_heads(q, self.head_dim)  # (B, H, T, head_dim)
+        k = split_heads(k, self.head_dim)
+        if self.qk_norm:  # before the rotation, with one weight for all heads
+            q = norm(q, self.norm_eps) * ranks.share(w.q_norm)
+            k = norm(k, self.norm_eps) * ranks.share(w.k_norm)
+        y = text.attend(apply_rotary(q, *rotary), apply_rotary(k, *rotary), split_heads(v, self.head_dim))
+        x = x + ranks.join(products.linear(y.transpose(1, 2).flatten(2), w.attn_o))
+        normed = ranks.share(norm(x, self.norm_eps) * w.mlp_norm)
+        hidden = F.silu(products.linear(normed, w.mlp_gate)) * products.linear(normed, w.mlp_in)  # (B, T, mlp_dim)
+        return x + ranks.join(products.linear(hidden, w.mlp_out))
+
+
+class Llama(Decoder):
+
+    def _begin(self, x):
+        return x
+
+    def _end(self, x):
+        return self.kernels.times(norm(x, self.config.norm_eps), self.out_norm.to(x.dtype))
+
+    @property
+    def head(self):
+        return self.wte if self.config.tied_head else self.lm_head
+
+
+@dataclass(frozen=True)
+class LlamaConfig:
+    """As GPTConfig. Fields without flag() come with imported weights. Rows of attn_q and attn_k are in transformers'
+    order: rotary turns the channels i and i + head_dim / 2 of a head together."""
+    arch: str = "llama"
+    vocab_size: int = 65536  # rows of the embedding: at least as many as the tokenizer has tokens
+    n_layer: int = flag(16, "", called="depth", at_least=1, at_most=10_000)
+    max_seq_len: int = flag(1024, "", at_least=1, at_most=2**20)
+    n_embd: int = flag(None, "", called="model_dim", at_least=1, at_most=2**16, unset=-1)
+    n_head: int = flag(None, "", called="num_heads", at_least=1, at_most=2**10, unset=-1)
+    n_kv_head: int = flag(None, "", called="num_kv_heads", at_least=1, at_most=2**10, unset=-1)
+    head_dim: int = flag(64, "size of an attention head, with --arch=llama", at_least=2, at_most=2**10, unset=-1)
+    mlp_dim: int = flag(None, "hidden units of the MLP, with --arch=llama; default: 8/3 × width, in whole 128",
+                        at_least=1, at_most=2**18, unset=-1)
+    tied_head: bool = flag(True, "the head is the embedding, with --arch=llama")
+    max_positions: int = None  # that the model has, at least max_seq_len; default: the same
+    rope_theta: float = 10_000.0  # base of the rotary frequencies
+    norm_eps: float = 1e-5
+    qkv_bias: bool = False
+    qk_norm: bool = False
+
+    kept = ("vocab_size", "max_positions", "rope_theta", "norm_eps", "qkv_bias", "qk_norm")
+    weights = WEIGHTS
+    new_model = Llama
+    has_layer_by_hand = False
+    rates_of = {"all weights": "wte"}
+    # What a GPT may have
+    softcap = 0.0
+    key_shift = False
+    has_values = False
+
+    def __post_init__(self):
+        for name, value in (("n_embd", lambda: in_whole(64 * self.n_layer, 128)),
+                            ("n_head", lambda: max(self.n_embd // self.head_dim, 1)),
+                            ("n_kv_head", lambda: self.n_head),
+                            ("mlp_dim", lambda: in_whole(self.n_embd * 8 // 3, 128)),
+                            ("max_positions", lambda: self.max_seq_len)):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value())
+        require_limits(self)
+        if self.head_dim % 2:
+            raise BadInput(f"--head_dim={self.head_dim}: rotary turns pairs of channels, so give an even one")
+        if self.n_kv_head < 1 or self.n_head % self.n_kv_head:
+            raise BadInput(f"--num_kv_heads={self.n_kv_head} does not divide --num_heads={self.n_head}: change one of "
+                           "them")
+        if self.max_seq_len > self.max_positions:
+            raise BadInput(f"--max_seq_len={self.max_seq_len} is more than the {self.max_positions} positions that the "
+                           "model has: give at most that")
+
+    @property
+    def has_own_head(self):
+        return not self.tied_head
+
+    @property
+    def options(self):
+        return LlamaOptions(self.head_dim, self.norm_eps, self.qkv_bias, self.qk_norm)
+
+    def windows(self):
+        return [None] * self.n_layer
+
+    def adds_values(self):
+        return [False] * self.n_layer
+
+    def rotary_tables(self):
+        """As layers.rotary_tables, computed as transformers does, which turns the other way round."""
+        frequencies = 1.0 / self.rope_theta ** (torch.arange(0, self.head_dim, 2).float() / self.head_dim)
+        angles = torch.arange(self.max_seq_len)[:, None].float() * frequencies
+        return angles.cos(), -angles.sin()
+
+    def rules(self, optimizer, total_batch_size, num_iterations, matrix_dtype, earlier_steps, rate_horizon):
+        """Returns the Rules: AdamW with one rate, whatever the width, the batch and the length of the run.
+        rate_horizon: 0 if the run began with trained weights (StartFlags)."""
+        lr = optimizer.lr_scale * (FRESH_LR if rate_horizon else BEGUN_LR)
+        adam = {weight.name: AdamW(lr, WEIGHT_DECAY if weight.is_divided else 0.0) for weight in WEIGHTS}
+        return Rules(adam, lr, 0.0, optimizer, num_iterations, BETAS, earlier_steps=earlier_steps)
+
+    def require_flags(self, flags):
+        """Raises BadInput for flags, train.flags.Flags, that this family does not have."""
+        refused = {"products": "bfloat16", "seq_len_ramp": ""}
+        schedule = ("lr_scale", "warmup_steps", "warmdown_ratio", "final_lr_frac")
+        for field in fields(OptimConfig):
+            if field.name not in schedule:
+                refused[field.name] = field.default
+        given = flags.as_dict()
+        for name, default in refused.items():
+            if given[name] != default:
+                instead = ", --lr_scale multiplies its learning rate" if hasattr(flags.optimizer, name) else ""
+                raise BadInput(f"--{name}={given[name]} is not for --arch=llama: leave it out{instead}")
+
+    def with_rows(self, max_seq_len):
+        return replace(self, max_seq_len=max_seq_len)
