@@ -32,6 +32,7 @@ class Meta:
     seconds: dict = field(default_factory=dict)  # {name: seconds}, see Goodput
     task: str = "language"
     mesh: dict = field(default_factory=dict)  # {axis: chips} on which it was trained; a resumed run may use another
+    source: dict = field(default_factory=dict)  # of imported weights and what was trained from them: export/hub.py
     is_pause: bool = False  # the run finished or was told to stop here: the time until it resumes is not lost
 
     def to_json(self):

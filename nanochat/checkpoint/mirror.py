@@ -33,7 +33,7 @@ TRY_TIMEOUT_S = 60  # for each attempt to reach the mirror at the start of a run
 OUTAGE_S = 600  # how long a start waits for an unreachable mirror
 ROUNDED = ".rounded"  # ends the names of the copies that earlier versions made at a notice of preemption
 PARTIAL = ".partial"  # ends the names of files that are being copied to a directory
-OURS = re.compile(rf"(?:(?:model|optimizer)[\w.-]*|lanes\.json|meta\.json|{SUMS})(?:{re.escape(PARTIAL)})?")
+OURS = re.compile(rf"(?:(?:model|optimizer)[\w.-]*|lanes\.json|meta\.json|source\.zip|{SUMS})(?:{re.escape(PARTIAL)})?")
 _UNREACHABLE = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EHOSTDOWN, errno.EHOSTUNREACH,
                 errno.ENETUNREACH, errno.EAGAIN, errno.EBUSY}  # errors of a file system whose server does not answer
 

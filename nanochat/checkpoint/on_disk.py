@@ -5,6 +5,7 @@
         optimizer.safetensors  the optimizer's state by name, in pieces as well
         lanes.json             the position of each lane in the data, with its buffered documents
         meta.json              everything small, see meta.py
+        source.zip             of an imported model: the small files that came with its weights, byte for byte
         SHA256SUMS             the checksums of these files; `sha256sum -c SHA256SUMS` checks them, too
 
 step_000100.tmp is being written or deleted. step_000100.aside is damaged or superseded: no run resumes from it, and
@@ -29,6 +30,7 @@ MODEL = "model.safetensors"
 OPTIMIZER = "optimizer.safetensors"
 LANES = "lanes.json"
 META = "meta.json"
+SOURCE = "source.zip"
 SUMS = "SHA256SUMS"
 MAX_THREADS = 16  # that read files to compute their checksums
 READ_AGAIN_S = (1, 4, 15)  # the pauses before a file system that fails is tried again
@@ -163,7 +165,7 @@ def read_sums(path):
 
 def find_problem(path, weights_only=False):
     """Returns what is wrong with a checkpoint's files, in a few words, or None. Reads them whole. weights_only: checks
-    the weights and meta.json alone."""
+    the weights, meta.json and source.zip alone."""
     try:
         return _find_damage(Path(path), weights_only)
     except OSError as error:
@@ -176,6 +178,8 @@ def _find_damage(path, weights_only=False):
     others = [META] if weights_only else [LANES, META]
     try:
         expected = read_sums(path)
+        if SOURCE in expected or (path / SOURCE).exists():
+            others.append(SOURCE)
         # The indexes come first: a damaged one names files that do not exist.
         indexes = [index_of(kind) for kind in kinds if (path / index_of(kind)).exists()]
         problem = _find_difference(path, indexes, expected)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nanochat.checkpoint import on_disk
-from nanochat.checkpoint.on_disk import LANES, META, SUMS, Kept
+from nanochat.checkpoint.on_disk import LANES, META, SOURCE, SUMS, Kept
 from nanochat.checkpoint.pieces import Layout, remove_files, sizes_of, write_files
 from nanochat.common import Failure, is_disk_full, move_aside, say
 
@@ -113,14 +113,14 @@ def require_finite(model_state):
 
 
 def save_checkpoint(run_dir, model_state, optimizer_state, meta, num_lanes, layout=None, options=SaveOptions(),
-                    log=None, uploader=None):
+                    log=None, uploader=None, source=None):
     """Saves the checkpoint of step `meta.step` and returns its path, once it is on disk and was read back. Rank 0 only.
 
     model_state, optimizer_state: {name: tensor}, those that this rank writes. meta: a Meta.
     num_lanes: the number of lane states to wait for, from all ranks together.
     layout: the Layout of the whole checkpoint, whose other files other ranks write; None: this rank writes all.
     log: its flush() writes the metrics up to this step, before the checkpoint gets its final name.
-    uploader: an Uploader, whose checkpoints on their way to the mirror stay.
+    uploader: an Uploader, whose checkpoints on their way to the mirror stay. source: the bytes of SOURCE, or None.
     Raises TimeoutError if parts of other ranks are missing, OSError (ENOSPC) if the disk is full even without the old
     checkpoints, and NotFinite if another rank's weights are not finite.
     """
@@ -138,12 +138,15 @@ def save_checkpoint(run_dir, model_state, optimizer_state, meta, num_lanes, layo
     try:
         write_files(partial, mine)
         texts = layout.indexes() | {META: json.dumps(meta.to_json(), indent=1)}
-        for name, text in texts.items():
-            _write_text(partial / name, text)
+        small = {name: text.encode() for name, text in texts.items()}
+        if source is not None:
+            small[SOURCE] = source
+        for name, content in small.items():
+            _write_small(partial / name, content)
         _wait_for_files(partial, layout.files, options.pieces_timeout_s)
         _merge_lane_states(partial, num_lanes, options.lanes_timeout_s)
-        files = [partial / name for name in (*layout.files, LANES, *texts)]
-        _write_text(partial / SUMS, on_disk.sums_text(files))
+        files = [partial / name for name in (*layout.files, LANES, *small)]
+        _write_small(partial / SUMS, on_disk.sums_text(files).encode())
         if log:
             log.flush()
     except BaseException:
@@ -165,11 +168,11 @@ def make_room(run_dir, needed_bytes, kept):
         on_disk.delete(doomed.pop(0))
 
 
-def _write_text(path, text):
-    path.write_text(text)
+def _write_small(path, content):
+    path.write_bytes(content)
     on_disk.sync_to_disk(path)
-    if path.read_text() != text:
-        raise OSError(errno.EIO, "other text was read back than was written", str(path))
+    if path.read_bytes() != content:
+        raise OSError(errno.EIO, "other bytes were read back than were written", str(path))
 
 
 def _wait_for_files(partial, files, timeout_s):
@@ -199,7 +202,7 @@ def _merge_lane_states(partial, num_lanes, timeout_s):
             break
         wait.for_the_ranks_that(f"own lanes {', '.join(missing)} to write their loader state to {partial}")
     unfinished = partial / f"{LANES}.unfinished"
-    _write_text(unfinished, json.dumps(dict(sorted(merged.items()))))
+    _write_small(unfinished, json.dumps(dict(sorted(merged.items()))).encode())
     unfinished.rename(partial / LANES)
     for file in files:
         file.unlink()
@@ -246,15 +249,17 @@ class Saver:
     any other error. A state whose weights are not finite is not saved.
     """
 
-    def __init__(self, run_dir, num_lanes=0, options=SaveOptions(), saved_step=0, uploader=None, log=None):
+    def __init__(self, run_dir, num_lanes=0, options=SaveOptions(), saved_step=0, uploader=None, log=None,
+                 source=None):
         """saved_step: the step of the checkpoint that the run resumes from. uploader: an Uploader, which gets each
-        finished checkpoint. num_lanes, options, log: see save_checkpoint."""
+        finished checkpoint. num_lanes, options, log, source: see save_checkpoint."""
         self.saved_step = saved_step  # of the newest checkpoint on disk; on rank 0
         self._run_dir = Path(run_dir)
         self._num_lanes = num_lanes
         self._options = options
         self._uploader = uploader
         self._log = log
+        self._source = source
         self._thread = None
         self._error = None
         self._superseded = threading.Event()
@@ -300,7 +305,7 @@ class Saver:
             try:
                 require_finite(model_state)
                 path = save_checkpoint(self._run_dir, model_state, optimizer_state, meta, self._num_lanes, layout,
-                                       self._options, self._log, self._uploader)
+                                       self._options, self._log, self._uploader, self._source)
                 self.saved_step = meta.step
                 say(f"saved {path} (in {time.monotonic() - started:.1f} s)")
                 if self._uploader:

@@ -3,10 +3,12 @@ import math
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from pathlib import Path
 
 import torch
 
 from nanochat.checkpoint.meta import read_language_config, require_same
+from nanochat.checkpoint.on_disk import SOURCE
 from nanochat.checkpoint.pieces import state_bytes
 from nanochat.common import BadInput
 from nanochat.data.fim import Infilling, check_fim
@@ -86,6 +88,8 @@ class LanguageTask:
     lacks: str | None = None  # see Task
     validation_sets: dict = field(default_factory=dict)  # as in DataFlags; read once: a mixture may be edited later
     sources: tuple = ()  # names of the mixture's
+    source: dict = field(default_factory=dict)  # see Meta
+    source_zip: Path | None = None  # see Task
     name = "language"
     changing_flags = (*flags_of((BatchFlags, OptimConfig, DistillationFlags), but={"device_batch_size"}),
                       "compute_dtype", "products", "validation")
@@ -114,7 +118,7 @@ class LanguageTask:
 
     def identity(self):
         return {"config": asdict(self.plan.config), "tokenizer_sha256": self.tokenizer.sha256,
-                "total_batch_size": self.plan.total_batch_size}
+                "total_batch_size": self.plan.total_batch_size, "source": self.source}
 
     def resumed(self, path, meta):
         config = read_language_config(path, meta)
@@ -128,7 +132,7 @@ class LanguageTask:
         flags = as_begun(self.flags, meta).settled(config)
         require_same_rows(path, meta, flags)
         plan = make_plan(flags, self.tokenizer.n_vocab, self.plan.device_type, self.plan.world_size, meta)
-        return replace(self, flags=flags, plan=plan, start=None)
+        return replace(self, flags=flags, plan=plan, start=None, **imported(path, meta))
 
     def state_bytes(self):
         optimizer = make_optimizer(self.plan, self.plan.config.new_model.on_meta(self.plan.config))
@@ -311,6 +315,11 @@ class LanguageTask:
         return {}
 
 
+def imported(path, meta):
+    """Returns {field: value} of a LanguageTask, what the checkpoint at `path`, with its Meta, has from an import."""
+    return {"source": meta.source, "source_zip": path / SOURCE if meta.source else None}
+
+
 def make_task(flags, device_type, world_size, directory):
     """Returns the LanguageTask for base_train's Flags. Raises BadInput.
 
@@ -347,4 +356,4 @@ def make_task(flags, device_type, world_size, directory):
     if flags.data.fim_rate:
         check_fim(f"--fim_rate={flags.data.fim_rate:g}", tokenizer, plan.config.max_seq_len)
     return LanguageTask(flags, plan, tokenizer, given, teacher, data_fingerprint, about_data, start, lacks,
-                        sets, flags.data.source_names())
+                        sets, flags.data.source_names(), **(imported(start.path, start.meta) if start else {}))

@@ -33,7 +33,9 @@ class Saves:
                 if run.checkpoint:
                     self._uploader.upload(run.checkpoint)
             options = saver.SaveOptions(record.kept)
-            self._saver = saver.Saver(run.directory, self._num_lanes, options, step, self._uploader, log)
+            # Read now: the checkpoint that holds it may be deleted when there are newer ones.
+            source = run.task.source_zip.read_bytes() if run.task.source_zip else None
+            self._saver = saver.Saver(run.directory, self._num_lanes, options, step, self._uploader, log, source)
 
     def check(self):
         """Raises the error of the last checkpoint in the background, if there is one."""

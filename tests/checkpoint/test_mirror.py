@@ -37,6 +37,7 @@ def test_a_new_disk_gets_the_newest_checkpoint_and_the_metrics(run_dir, folder):
     path = folder.fetch(run_dir)
     assert path == run_dir / "step_000003" and on_disk.find_problem(path) is None
     assert load_checkpoint(path).lane_states[0] == {"row": 3}
+    assert (path / on_disk.SOURCE).read_bytes() == b"the small files"
     assert (run_dir / "metrics.jsonl").read_text() == '{"step": 1}\n'
 
 

@@ -13,7 +13,7 @@ from nanochat.common import BadInput, Outage
 from tests.checkpoint.states import DAMAGES, damage, make_state, names, save
 
 
-@pytest.mark.parametrize("name", [on_disk.MODEL, on_disk.OPTIMIZER, on_disk.LANES, META, on_disk.SUMS])
+@pytest.mark.parametrize("name", [on_disk.MODEL, on_disk.OPTIMIZER, on_disk.LANES, META, on_disk.SOURCE, on_disk.SUMS])
 @pytest.mark.parametrize("how", DAMAGES)
 def test_any_damage_to_any_file_is_found_and_the_checkpoint_before_is_used(tmp_path, name, how):
     good, bad = save(tmp_path, 100), save(tmp_path, 200)

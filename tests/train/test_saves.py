@@ -29,7 +29,8 @@ class Training:
 def saves(tmp_path):
     def make(step=0, **record):
         run = SimpleNamespace(directory=tmp_path, link=None, mirror=None, checkpoint=None,
-                              flags=SimpleNamespace(record=RecordFlags(**record)), task=SimpleNamespace(num_lanes=2))
+                              flags=SimpleNamespace(record=RecordFlags(**record)),
+                              task=SimpleNamespace(num_lanes=2, source_zip=None))
         return Saves(run, Dist("cpu", torch.device("cpu")), step, SimpleNamespace(flush=lambda: None))
 
     return make

@@ -114,12 +114,33 @@ def test_a_start_that_cannot_be_is_refused_in_one_line(train, first, tiny, tmp_p
     assert "is damaged" in refusal("--init_from=first")
 
 
-def test_an_imported_model_has_only_weights_to_begin_with(first, tiny):
+@pytest.fixture
+def imported(first):
+    """The checkpoint of that run, as an import would make it."""
     path = get_base_dir() / "checkpoints/first/step_000008"
     meta = json.loads((path / on_disk.META).read_text())
-    (path / on_disk.META).write_text(json.dumps(meta | {"flags": {}, "rng": ""}))
+    (path / on_disk.META).write_text(json.dumps(meta | {"flags": {}, "rng": "", "source": {"licence": "mit"}}))
+    (path / on_disk.SOURCE).write_bytes(b"a zip")
     (path / on_disk.OPTIMIZER).unlink()
-    (path / on_disk.SUMS).write_text(on_disk.sums_text([path / on_disk.MODEL, path / on_disk.META]))
+    files = [path / name for name in (on_disk.MODEL, on_disk.META, on_disk.SOURCE)]
+    (path / on_disk.SUMS).write_text(on_disk.sums_text(files))
+    return path
+
+
+def test_what_came_with_imported_weights_is_in_every_checkpoint_that_begins_with_them(train, imported):
+    def require_source(path):
+        assert load_meta(path).source == {"licence": "mit"}
+        assert (path / on_disk.SOURCE).read_bytes() == b"a zip" and on_disk.find_problem(path) is None
+
+    path = on_disk.latest(train("--init_from=first", "--save_every=3", run="second").run_dir)
+    require_source(path)
+    resume_without("first", "second", 3)
+    resumed = train("--init_from=first", "--save_every=3", run="second")
+    assert "resuming from" in resumed.stdout
+    require_source(path)
+
+
+def test_an_imported_model_has_only_weights_to_begin_with(imported, tiny):
     flags = parse_flags(last_of_each("--run=second", *tiny, "--init_from=first"))
     task = make_task(flags, "cpu", 1, run_directory(flags))
     assert task.start.load()[1] is None and task.plan.start.earlier_steps == 0
