@@ -200,6 +200,12 @@ def tiny(byte_tokenizer_dir, corpus_dir):
             f"--tokenizer_dir={byte_tokenizer_dir}", f"--data_dir={corpus_dir}/train", f"--val_dir={corpus_dir}/val"]
 
 
+# The flags of the other model for a run with the flags of `tiny`, whose learning rates are a GPT's
+LLAMA = ("--arch=llama", "--head_dim=32", "--matrix_lr=0.02", "--embedding_lr=0.3", "--unembedding_lr=0.004",
+         "--scalar_lr=0.05")
+BOTH_MODELS = pytest.mark.parametrize("model", [(), LLAMA], ids=["gpt", "llama"])
+
+
 def add_records(process, run_dir):
     """Adds to a CompletedProcess what the run has recorded, and returns it: `.records` are all lines of metrics.jsonl,
     `.losses` and `.bpb` (bits per byte) are by step, `.run_dir` has its checkpoints."""

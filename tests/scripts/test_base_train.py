@@ -13,7 +13,7 @@ from nanochat.checkpoint import on_disk
 from nanochat.checkpoint.pieces import load_checkpoint
 from nanochat.common import BadInput, get_base_dir
 from scripts import base_eval, base_train, generate, report
-from tests.conftest import last_of_each, run_python
+from tests.conftest import BOTH_MODELS, last_of_each, run_python
 from tests.warm import TIMEOUT_S
 
 
@@ -23,10 +23,11 @@ def test_importing_the_script_leaves_the_xla_runtime_uninitialised():
     subprocess.run([sys.executable, "-c", code], check=True, timeout=TIMEOUT_S)
 
 
+@BOTH_MODELS
 @pytest.mark.parametrize("devices", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_several_devices_give_the_losses_of_one(reference, devices):
-    slowly = "--warmup_steps=6"  # at the full rates, what rounding makes of sums in another order would grow
-    one, several = reference(slowly), reference(slowly, devices=devices)
+def test_several_devices_give_the_losses_of_one(reference, devices, model):
+    slowly = *model, "--warmup_steps=6"  # at the full rates, what rounding makes of sums in another order would grow
+    one, several = reference(*slowly), reference(*slowly, devices=devices)
     assert sorted(one.losses) == [1, 2, 3, 4, 5, 6] and sorted(one.bpb) == [0, 3, 6]
     assert one.bpb[6] < one.bpb[0]
     assert several.losses == pytest.approx(one.losses, rel=2e-6)
@@ -35,22 +36,23 @@ def test_several_devices_give_the_losses_of_one(reference, devices):
            [r["val_bytes"] for r in one.records if "val_bytes" in r]
 
 
-def test_a_run_that_is_stopped_and_resumed_gives_the_same_bits(train, reference):
-    whole = reference(devices=2)
+@BOTH_MODELS
+def test_a_run_that_is_stopped_and_resumed_gives_the_same_bits(train, reference, model):
+    whole = reference(*model, devices=2)
     # The schedule depends on the horizon, so the first part is the same run with its checkpoints, cut off after step 4.
-    train("--save_every=2", run="parts", devices=2)
+    train(*model, "--save_every=2", run="parts", devices=2)
     run_dir = get_base_dir() / "checkpoints" / "parts"
     saved = [path.name for path in on_disk.list_checkpoints(run_dir)]
     assert saved == ["step_000002", "step_000004", "step_000006"]
     on_disk.set_aside_after(run_dir, 2)
-    resumed = train("--save_every=2", run="parts", devices=2)
+    resumed = train(*model, "--save_every=2", run="parts", devices=2)
     assert "resuming from" in resumed.stdout and "step_000002" in resumed.stdout
     assert resumed.losses == whole.losses and resumed.bpb == whole.bpb
     assert [record["step"] for record in resumed.records if "loss" in record] == [1, 2, 3, 4, 5, 6]
     on_disk.set_aside_after(run_dir, 2)
-    on_one = train("--save_every=2", run="parts", devices=1)
+    on_one = train(*model, "--save_every=2", run="parts", devices=1)
     assert on_one.losses == pytest.approx(whole.losses, rel=2e-6)
-    finished = train("--save_every=2", run="parts", devices=2)
+    finished = train(*model, "--save_every=2", run="parts", devices=2)
     assert "nothing left to do" in finished.stdout
 
 
