@@ -7,7 +7,7 @@ import torch
 import torch_xla
 
 from nanochat.common import BadInput
-from nanochat.kernels.gpt_layer import How, gpt_layer_for_loop
+from nanochat.kernels.gpt_layer import How, layer_for_loop
 from nanochat.kernels.layer_loop import Layer, run_layers
 from nanochat.kernels.sharded import Sharding
 from nanochat.kernels.xla import PYTORCH_ATTENTION
@@ -85,7 +85,7 @@ def assert_same(found, expected):
 @pytest.mark.parametrize("options", [PLAIN, ALL])
 @pytest.mark.parametrize("way", ["by definition", "by hand", "input only"])
 def test_the_loop_gives_the_gradients_of_autograd_by_definition_and_by_hand(way, options, windows):
-    layer = gpt_layer_for_loop(How(options, PYTORCH_ATTENTION))
+    layer = layer_for_loop(How(options, PYTORCH_ATTENTION))
     assert layer.by_hand
     if way == "by definition":
         layer = Layer(layer.forward)
@@ -122,8 +122,8 @@ class MoreOptions(LayerOptions):
 
 
 def test_a_variant_that_is_unknown_by_hand_goes_by_its_definition():
-    assert gpt_layer_for_loop(How(MoreOptions(8), PYTORCH_ATTENTION)).by_hand
+    assert layer_for_loop(How(MoreOptions(8), PYTORCH_ATTENTION)).by_hand
     how = How(MoreOptions(8, novelty=True), PYTORCH_ATTENTION)
-    assert gpt_layer_for_loop(how).by_hand is None
+    assert layer_for_loop(how).by_hand is None
     with pytest.raises(BadInput, match="--mesh_tensor=2 .*--novelty: use --mesh_tensor=1"):
-        gpt_layer_for_loop(replace(how, sharding=Sharding(tensor_groups=((0, 1),))))
+        layer_for_loop(replace(how, sharding=Sharding(tensor_groups=((0, 1),))))

@@ -12,7 +12,7 @@ from nanochat.checkpoint.pieces import load_checkpoint
 from nanochat.common import BadInput, get_base_dir
 from nanochat.data.tokenizer import SPECIAL_TOKENS, Tokenizer
 from scripts.base_train import main
-from tests.conftest import BOTH_MODELS, LLAMA, last_of_each
+from tests.conftest import LLAMA, last_of_each
 
 CHUNKED = ("--kernel=chunked", "--log_every=1", "--num_heads=4", "--depth=3")
 FLASH = ("--kernel=flash", "--log_every=1", "--depth=3", "--model_dim=256", "--num_heads=2", "--num_kv_heads=1",
@@ -57,8 +57,8 @@ def test_every_mesh_trains_as_the_unsharded_model(train, reference, tokenizer_di
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fsdp, tensor, more", [
-    (2, 1, ()), (1, 2, ("--tied_head=off", "--num_kv_heads=2", "--activation_checkpointing")), (2, 2, ("--num_kv_heads=2",)),
-    (2, 2, ("--tied_head=off",))])
+    (2, 1, ()), (1, 2, ("--tied_head=off", "--num_kv_heads=2", "--activation_checkpointing")),
+    (2, 2, ("--num_kv_heads=2",)), (2, 2, ("--tied_head=off",))])
 def test_every_mesh_trains_the_other_model_as_the_unsharded_one(train, reference, tokenizer_dir, fsdp, tensor, more):
     flags = *CHUNKED, *LLAMA, "--num_iterations=8", "--eval_every=8", f"--tokenizer_dir={tokenizer_dir}", *more
     sharded = train(*flags, f"--mesh_fsdp={fsdp}", f"--mesh_tensor={tensor}", devices=fsdp * tensor)
