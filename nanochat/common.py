@@ -17,6 +17,7 @@ from stat import S_ISREG
 
 SUFFIXES = (".c", ".cc", ".cpp", ".cxx", ".c++", ".h", ".hh", ".hpp", ".hxx", ".h++", ".inl", ".ipp", ".tcc", ".tpp",
             ".txx", ".ixx", ".cppm", ".cu", ".cuh")  # of C and C++
+SOURCE = "source.zip"  # in a checkpoint: the files that came with its imported weights
 
 
 def printable(text, keep=""):

@@ -24,13 +24,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from nanochat.common import BadInput, Outage, expand_path, get_base_dir, move_aside, require_file, say
+from nanochat.common import SOURCE, BadInput, Outage, expand_path, get_base_dir, move_aside, require_file, say
 
 MODEL = "model.safetensors"
 OPTIMIZER = "optimizer.safetensors"
 LANES = "lanes.json"
 META = "meta.json"
-SOURCE = "source.zip"
 SUMS = "SHA256SUMS"
 MAX_THREADS = 16  # that read files to compute their checksums
 READ_AGAIN_S = (1, 4, 15)  # the pauses before a file system that fails is tried again

@@ -3,7 +3,7 @@
 A tokenizer directory holds `vocabulary.tiktoken` (one line per token: base64 and rank), `tokenizer.json` (split pattern
 and special tokens) and `token_bytes.pt` (number of bytes of every token, for other programs), as scripts/tok_train.py
 writes them; or the `tokenizer.pkl` of karpathy/nanochat, or the `tokenizer.json` of Hugging Face's library (see
-tokenizer_json.py).
+hub_tokenizer.py).
 """
 import base64
 import binascii
@@ -12,8 +12,7 @@ import hashlib
 import json
 import pickle
 import re
-import unicodedata
-from collections import Counter
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -21,8 +20,8 @@ from typing import NamedTuple
 import numpy as np
 import tiktoken
 
-from nanochat.common import BadInput, expand_path, flag, get_base_dir
-from nanochat.data.tokenizer_json import read_huggingface
+from nanochat.common import SOURCE, BadInput, expand_path, flag, get_base_dir
+from nanochat.data.hub_tokenizer import FILES, HubTokenizer
 
 SHIPPED_DIR = Path(__file__).resolve().parents[2] / "tokenizer"  # in a checkout
 INSTALLED_DIR = Path(__file__).resolve().parent / "shipped_tokenizer"  # the same after pip install, see pyproject.toml
@@ -80,6 +79,9 @@ def joined(arrays):
 
 class Tokenizer:
     """Encodes and decodes text. Threads may share it and encode concurrently: encoding releases the GIL."""
+    holes = ()  # ids that no token has
+    losses = ""  # text that does not come back
+    lent = {}  # see HubTokenizer
 
     def __init__(self, mergeable_ranks, pattern, special_tokens):
         """Makes a tokenizer from {bytes: rank}, a regular expression that splits text, and {name: id}. Raises
@@ -100,6 +102,8 @@ class Tokenizer:
         self._byte_ids = [mergeable_ranks[bytes([byte])] for byte in range(256)]
         self.n_vocab = n_vocab
         self.bos_id = special_tokens["<|bos|>"]
+        self.middle_end = special_tokens.get("<|file_sep|>")
+        self.ends = set(special_tokens.values())  # any of these ends a completion
         self._marks = {name: np.array([id_], np.uint32) for name, id_ in special_tokens.items()}
         lowest_mark = min(special_tokens[name] for name in _INFILL_TOKENS if name in special_tokens)
         self._lowest_mark = np.uint32(lowest_mark)  # NumPy compares with this faster than with an int
@@ -177,20 +181,6 @@ class Tokenizer:
         """Returns the text that was encoded. Bytes that are not UTF-8 become U+FFFD."""
         return self.decode_bytes(ids).decode("utf-8", "replace")
 
-    def keeps_every_character(self):
-        """Returns whether every character of Unicode comes back, and pairs of all kinds of characters. tiktoken drops
-        the characters that a split pattern leaves out."""
-        every = "".join(map(chr, [*range(0xD800), *range(0xE000, 0x110000)]))
-        seen = Counter()
-        kinds = []  # all of ASCII, and two characters of each other category
-        for character in every:
-            category = unicodedata.category(character)
-            seen[category] += 1
-            if character < "\x80" or seen[category] < 3:
-                kinds.append(character)
-        pairs = "".join(first + second for first in kinds for second in kinds)
-        return self.decode(self.encode(every)) == every and self.decode(self.encode(pairs)) == pairs
-
     def token_bytes(self):
         """Returns the number of bytes of each token, int32 (n_vocab,). Special tokens have 0."""
         import torch
@@ -235,12 +225,15 @@ def _require_no_empty_piece(pattern):
 # Loading
 
 
-def load_tokenizer(tokenizer_dir=None):
-    """Returns the tokenizer in `tokenizer_dir`; by default the one in the base directory, else the shipped one.
+def load_tokenizer(tokenizer_dir=None, checkpoint=None):
+    """Returns the tokenizer in `tokenizer_dir`; by default the one that came with the imported weights from which the
+    `checkpoint` (a path) was made, else the one in the base directory, else the shipped one.
 
     `gcloud storage cp -r` nests the directory that it copies, so each of these may have it in `tokenizer_65k/` instead.
     Raises BadInput if there is no tokenizer or it is damaged.
     """
+    if checkpoint and not tokenizer_dir and (Path(checkpoint) / SOURCE).exists():
+        return _load(Path(checkpoint) / SOURCE, _read_source)
     parents = [get_base_dir() / "tokenizer", SHIPPED_DIR, INSTALLED_DIR]
     if tokenizer_dir:
         parents = [Path(tokenizer_dir)]
@@ -283,10 +276,15 @@ def _load(path, read):
 
 
 def _read_huggingface(path):
-    tokenizer = Tokenizer(*read_huggingface(path, SPECIAL_TOKENS))
-    if not tokenizer.keeps_every_character():
-        raise ValueError("its split pattern leaves out some characters")
-    return tokenizer
+    return HubTokenizer({name: path.with_name(name).read_bytes() for name in FILES if path.with_name(name).exists()})
+
+
+def _read_source(path):
+    try:
+        with zipfile.ZipFile(path) as source:
+            return HubTokenizer({name: source.read(name) for name in FILES if name in source.namelist()})
+    except zipfile.BadZipFile as error:
+        raise ValueError(str(error)) from None
 
 
 def _is_huggingface(path):

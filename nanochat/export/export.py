@@ -6,8 +6,10 @@ is a `nanochat` of transformers. Any other needs modeling_nanochat_scaled.py, wh
 import contextlib
 import json
 import os
+import re
 import shutil
 from dataclasses import asdict, fields
+from itertools import pairwise
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -15,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from nanochat.checkpoint.on_disk import SUMS, sums_text, sync_to_disk
 from nanochat.checkpoint.pieces import save_tensors
 from nanochat.common import BadInput
-from nanochat.data.tokenizer_json import ALIKE, byte_of_character, last_pair
+from nanochat.data.hub_tokenizer import HubTokenizer, byte_of_character
 from nanochat.kernels.choose import get_kernels
 from nanochat.model import logit_cap
 from nanochat.model.layers import NORM_EPS
@@ -119,19 +121,23 @@ def config_json(model, tokenizer):
 
 def special_ids(tokenizer):
     """Returns the ids of the tokens between documents, as config.json and generation_config.json name them."""
-    names = tokenizer.special_tokens
     # <|bos|> begins the next document, and <|file_sep|> ends a filled-in middle.
-    ends = [names[name] for name in ("<|bos|>", "<|file_sep|>") if name in names]
-    return {"bos_token_id": names["<|bos|>"], "eos_token_id": ends, "pad_token_id": names.get("<|pad|>")}
+    ends = sorted({tokenizer.bos_id, tokenizer.middle_end} - {None})
+    return {"bos_token_id": tokenizer.bos_id, "eos_token_id": ends,
+            "pad_token_id": tokenizer.special_tokens.get("<|pad|>")}
 
 
 def tokenizer_config(tokenizer, max_seq_len):
     """Returns the object of transformers' tokenizer_config.json."""
-    found = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|bos|>", "eos_token": "<|bos|>",
+    names = {}
+    for name, number in tokenizer.special_tokens.items():
+        names.setdefault(number, name)  # the tokenizer's own name comes first
+    bos = names[tokenizer.bos_id]
+    found = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": bos, "eos_token": bos,
              "clean_up_tokenization_spaces": False, "model_max_length": max_seq_len,
              "model_input_names": ["input_ids", "attention_mask"]}
     if "<|pad|>" in tokenizer.special_tokens:
-        found["pad_token"] = "<|pad|>"
+        found["pad_token"] = names[tokenizer.special_tokens["<|pad|>"]]
     return found
 
 
@@ -219,16 +225,27 @@ def new_place(out, force, needed_bytes):
         shutil.rmtree(partial, ignore_errors=True)
 
 
-# The tokenizer, as the tokenizer.json of Hugging Face's library; data/tokenizer_json.py reads it back
+# The tokenizer, as the tokenizer.json of Hugging Face's library; data/hub_tokenizer.py reads it back
 
 BOS = "<|bos|>"
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+# The syntax that means the same to Oniguruma, which Hugging Face uses, and to the regex crates of Rust, which tiktoken
+# uses. It excludes ^ and $, which match at every line in Oniguruma; \w, \b and \h, which match other characters;
+# back-references and look-behind; {m,n} before another quantifier; and flags, except for English endings ('s, 'll):
+# without case, Oniguruma also takes "ss" and "st" for one character.
+_CHARACTER = r"\\[pP]\{[A-Z][a-z]?\}|\\[sSdDrnt]|\\x[0-7][0-9A-Fa-f]|\\[^\w\s]"
+ALIKE = re.compile(
+    rf"(?:{_CHARACTER}|\(\?(?::|[=!])|\(\?i:(?![^)]*s[st])['sdmtlvre|\[\]]+\)|\((?!\?)|[)|.]|"
+    rf"\[\^?(?:{_CHARACTER}|(?!&&|--|~~)[^\\\[\]])+\]|"
+    r"\{\d+(?:,\d*)?\}(?![?*+{])|[?*+][?+]?(?![?*+{])|[^\\^$.\[\](){}|?*+])+")
 
 
 def tokenizer_json(tokenizer):
     """Returns the content of a tokenizer.json that gives text the ids of `tokenizer`. The library differs in two ways:
     it puts <|bos|> before the text unless add_special_tokens is False, and encodes the name of a special token as that
-    token unless split_special_tokens is True."""
+    token unless split_special_tokens is True. One that was read from a tokenizer.json is written as it was."""
+    if isinstance(tokenizer, HubTokenizer):
+        return tokenizer.json
     if not ALIKE.fullmatch(tokenizer.pattern):
         raise BadInput(f"Hugging Face's library may read the split pattern {tokenizer.pattern} differently: give "
                        "another --tokenizer_dir")
@@ -279,8 +296,9 @@ def _model(ranks, special_tokens):
     merges = []
     for token, rank in _by_id(ranks):
         vocabulary[written(token)] = rank
-        # One merge per token is enough, that of its last pair: see data/tokenizer_json._check_merges. A token that no
-        # pair of tokens makes has none. It stands only for a whole piece of text, which ignore_merges looks up.
+        # One merge per token is enough, that of its last pair: when tiktoken makes a token, all pairs of lower rank are
+        # merged, so it meets only that pair. A token that no pair of tokens makes has none. It stands only for a whole
+        # piece of text, which ignore_merges looks up.
         pair = last_pair(token, rank, ranks)
         if len(pair) == 2:
             merges.append([written(part) for part in pair])
@@ -290,3 +308,16 @@ def _model(ranks, special_tokens):
     return {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
             "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": True,
             "vocab": vocabulary, "merges": merges}
+
+
+def last_pair(token, rank, ranks):
+    """Returns the parts of a token after merging all pairs of a lower rank than its own, the leftmost lowest first."""
+    parts = [token[i:i + 1] for i in range(len(token))]
+    while len(parts) > 2:
+        found = [ranks.get(left + right, rank) for left, right in pairwise(parts)]
+        lowest = min(found)
+        if lowest >= rank:
+            break
+        i = found.index(lowest)
+        parts[i:i + 2] = [parts[i] + parts[i + 1]]
+    return tuple(parts)

@@ -128,6 +128,8 @@ class Engine:
             token = int(fitting[choose_token(logits[fitting], *options)])
         else:
             logits = logits[:self.tokenizer.n_vocab]
+            if self.tokenizer.holes:
+                logits = logits.index_fill(0, torch.tensor(self.tokenizer.holes), -torch.inf)
             token = choose_token(logits, *options)
             if sampling.score:
                 sample.add_log_prob(float(logits[token] - logits.logsumexp(0)))

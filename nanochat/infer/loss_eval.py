@@ -137,7 +137,7 @@ def bits_per_byte(model, loader, token_bytes, dist, is_cut_short=None, view=None
 def with_suffixes(tokenizer, rows):
     """A view of rows from a loader with --fim_rate, in which only middles count. Returns rows, int (B, T + 1), as they
     are, and which tokens belong to a middle, bool (B, T + 1)."""
-    return rows, is_between(rows, tokenizer.special("<|fim_middle|>"), tokenizer.special("<|file_sep|>"))
+    return rows, is_between(rows, tokenizer.special("<|fim_middle|>"), tokenizer.middle_end)
 
 
 def without_suffixes(tokenizer, rows):
@@ -166,5 +166,7 @@ def _keep(chosen, rows, counts):
 
 def is_between(rows, first, last):
     """Returns which tokens follow a token `first` and precede the next token `last`, bool (B, T + 1)."""
-    # A document has both, in this order, or neither; only one that is cropped at the end of a row lacks `last`.
-    return ((rows == first).int().cumsum(1) > (rows == last).int().cumsum(1)) & (rows != first)
+    # Of the two, `first` was the later one. (`last` may also begin each document.)
+    places = torch.arange(rows.shape[1]).expand_as(rows)
+    latest = [(places + 1).where(rows == token, 0).cummax(1).values for token in (first, last)]
+    return (latest[0] > latest[1]) & (rows != first)

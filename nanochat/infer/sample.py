@@ -91,7 +91,7 @@ class Sample:
         self.generator = torch.Generator().manual_seed(seed)
         self._tokenizer = tokenizer
         # <|bos|> begins the next document, <|file_sep|> ends a middle or a file, and no other special token is text.
-        self._ends = set(tokenizer.special_tokens.values())
+        self._ends = tokenizer.ends
         self._stop = [string for string in stop or () if string]
         self._max_tokens = max_tokens
         self._show = show

@@ -38,7 +38,7 @@ def describe_plan(plan, tokenizer):
                    f"{divisor:,} parameters of matrices and head",
         "rates": _describe_rates(plan),
         "compute": _describe_compute(plan),
-        "tokenizer": f"{tokenizer.n_vocab:,} tokens, sha256 {tokenizer.sha256[:12]}",
+        "tokenizer": f"{tokenizer.n_vocab:,} tokens, sha256 {tokenizer.sha256[:12]}" + _describe_losses(tokenizer),
     }
     if plan.switches:
         lines["rows"] = _describe_rows(plan)
@@ -47,6 +47,10 @@ def describe_plan(plan, tokenizer):
     if tpu.peak_flops_here(plan.device_type):
         lines["estimate"] = _describe_estimate(plan, accelerator)
     return [f"{name:>11}  {text}" for name, text in lines.items()]
+
+
+def _describe_losses(tokenizer):
+    return f"; some texts do not come back exactly: {tokenizer.losses}" if tokenizer.losses else ""
 
 
 def _describe_batch(plan):

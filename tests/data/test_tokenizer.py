@@ -13,9 +13,9 @@ import torch
 
 from nanochat.common import BadInput
 from nanochat.data.tokenizer import SHIPPED_DIR, SPECIAL_TOKENS, Tokenizer, encode_text, load_tokenizer
-from nanochat.data.tokenizer_json import GPT2_PATTERN
 from scripts import tok_train
 
+GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 HEADERS = [path.read_text() for path in sorted(Path(pa.get_include()).glob("arrow/**/*.h"))]
 
 

@@ -14,6 +14,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -212,11 +213,10 @@ def test_a_model_of_the_usual_size_and_many_texts_are_exact(tmp_path):
     assert found["0 tokens"].tolist() == greedy(model, ids[:452], 60)
     assert found["0 ids"].tolist() == [number for text_ids in map(tokenizer.encode, texts)
                                        for number in (len(text_ids), *text_ids)]
-    assert load_tokenizer(folder).sha256 == tokenizer.sha256
+    assert load_tokenizer(folder).encode(texts[0]) == tokenizer.encode(texts[0])
 
 
 def test_ids_of_the_shipped_tokenizer_are_those_of_the_library():
-    tokenizers = pytest.importorskip("tokenizers")
     ours = load_tokenizer(SHIPPED_DIR)
     theirs = tokenizers.Tokenizer.from_str(tokenizer_json(ours))
     theirs.encode_special_tokens = True  # the name of a special token is text like any other

@@ -1,4 +1,5 @@
 import io
+import json
 import os
 import re
 import subprocess
@@ -11,17 +12,19 @@ import torch
 from nanochat.checkpoint import on_disk
 from nanochat.checkpoint.saver import save_checkpoint
 from nanochat.common import BadInput
+from nanochat.data.hub_tokenizer import HubTokenizer
 from nanochat.data.tokenizer import Tokenizer, load_tokenizer
 from nanochat.device.ranks import Dist, compute_init
 from nanochat.infer.engine import Engine
 from nanochat.infer.load import load_model
 from nanochat.infer.readers import Reader, StaticReader
-from nanochat.infer.sample import Sample, Sampling, choose_token
+from nanochat.infer.sample import Sample, Sampling, choose_token, ignore
 from nanochat.kernels.choose import get_kernels
 from nanochat.model.config import GPTConfig
 from nanochat.model.gpt import GPT
 from scripts.generate import main
 from tests.checkpoint.states import make_meta
+from tests.data.hub import qwen
 
 BYTES = Tokenizer({bytes([byte]): byte for byte in range(256)}, r"(?s).", {"<|bos|>": 256, "<|pad|>": 257})
 CONTEXT = 96
@@ -254,6 +257,27 @@ def test_no_end_leaves_half_a_character(text, stop):
                 sample.add(byte)
             sample.end(reason)
             assert (sample.text, "".join(pieces), sample.reason) == (expected, expected, reason)
+
+
+def test_ids_that_no_token_has_are_never_drawn_and_each_control_token_ends():
+    theirs, config = qwen()
+    theirs.add_special_tokens([f"<|extra_{i}|>" for i in range(3)])
+    found = json.loads(theirs.to_str())
+    found["model"]["vocab"]["far"] = theirs.get_vocab_size() + 40
+    tokenizer = HubTokenizer({"tokenizer.json": json.dumps(found).encode(),
+                              "tokenizer_config.json": json.dumps(config).encode()})
+    assert len(tokenizer.holes) == 40
+    engine = Engine(make_model(vocab_size=tokenizer.n_vocab + 7), tokenizer, Dist("cpu", torch.device("cpu")))
+    logits = torch.zeros(tokenizer.n_vocab + 7)
+    logits[tokenizer.holes] = logits[tokenizer.n_vocab:] = 9.0
+    sample = Sample(tokenizer, [], 1000, ignore)
+    while not sample.ended:
+        assert engine._draw(sample, logits, Sampling(top_k=0)) in {*tokenizer.tokens().values(), *tokenizer.ends}
+    assert sample.reason == "end"
+    for name in ("<|endoftext|>", "<|im_end|>", "<|fim_pad|>", "<|file_sep|>", "<|repo_name|>", "<tool_call>"):
+        sample = Sample(tokenizer, [], 1000, ignore)
+        sample.add(tokenizer.special(name))
+        assert (sample.reason, sample.text) == ("end", "")
 
 
 # scripts/generate.py

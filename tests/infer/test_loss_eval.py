@@ -13,6 +13,7 @@ from nanochat.data.tokenizer import FIM_TOKENS, load_tokenizer
 from nanochat.device.ranks import Dist
 from nanochat.infer.loss_eval import bits_per_byte, from_left_to_right, with_suffixes, without_suffixes
 from nanochat.model.layers import IGNORE_INDEX
+from tests.data.hub import hub_tokenizer, qwen
 
 CPU = Dist("cpu", torch.device("cpu"))
 
@@ -79,3 +80,12 @@ def test_views_of_rows_keep_the_middles_and_leave_out_what_they_say(byte_tokeniz
         [[7, bos, 8, bos, pre, 1, 2, suf, mid, 4, 5, sep, bos, 9],
          [bos, pre, 1, suf, mid, 2, sep, bos, pre, 3, suf, mid, 5, 6]],
         [[7, bos, 8, bos, 1, 2, 4, 5, bos, 9], [bos, 1, 2, bos, 3, 5, 6]]]
+
+
+def test_views_keep_the_middles_of_a_tokenizer_whose_documents_and_middles_end_alike():
+    tokenizer = hub_tokenizer(qwen)
+    end, pre, suf, mid = map(tokenizer.special, ("<|endoftext|>", *FIM_TOKENS[:3]))
+    rows = torch.tensor([[7, end, 8, end, pre, 1, suf, 3, mid, 4, 5, end, end, 9, end, pre, 2, suf, mid, 6]])
+    for view in (with_suffixes, without_suffixes, from_left_to_right):
+        found, counts = view(tokenizer, rows)
+        assert found[counts].tolist() == [4, 5, 6]

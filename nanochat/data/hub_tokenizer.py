@@ -1,0 +1,256 @@
+"""A tokenizer of Hugging Face's library `tokenizers`, from its tokenizer.json: that of public weights.
+
+The library encodes. It is told to do three things differently, so that text comes back from its tokens and pieces of a
+text can be joined:
+
+- Text never becomes a control token, such as <|endoftext|>: only this program puts one between texts.
+- No space is put before a text, as Llama 2's tokenizer does.
+- Bytes that are not UTF-8 get the tokens of their bytes.
+
+docs/data.md has the table of what begins and ends documents and gaps.
+"""
+import hashlib
+import json
+import os
+import re
+import unicodedata
+from collections import Counter
+
+import numpy as np
+import tokenizers
+
+from nanochat.common import BadInput
+
+FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")  # only the first must be there
+MOST_IDS = 1 << 22  # real vocabularies have up to 2^18
+SPACE = "\u2581"  # how sentencepiece writes a space
+BYTE = re.compile("<0x([0-9A-F]{2})>")  # how it writes a byte
+CONTROL = re.compile(r"<[^<>\s]+>|\[[A-Z_]+\]")  # not all control tokens are marked as special: Qwen's for gaps are not
+# Bytes that may lack a token, because no text of today has them: SmolLM2 lacks 21 of these.
+RARE = {*range(0x20), 0x7F, 0xC0, 0xC1, *range(0xF1, 0x100)} - set(b"\t\n\r")
+
+# What begins a document, in training and in a prompt, is the first of these: what separates the documents of Qwen and
+# SmolLM2, although the bos_token of their tokenizer_config.json is null or another; else that bos_token; else Llama's.
+SEPARATORS = ("<|bos|>", "<|endoftext|>")
+BEGINNINGS = ("<|begin_of_text|>", "<s>")
+# {our name: other names}
+OTHER_NAMES = {
+    "<|fim_prefix|>": ("<fim_prefix>",), "<|fim_suffix|>": ("<fim_suffix>",), "<|fim_middle|>": ("<fim_middle>",),
+    "<|file_sep|>": ("<file_sep>",), "<|pad|>": ("<pad>", "[PAD]", "<|padding|>")}
+# SmolLM2 has no tokens for gaps: --fim_rate gives their meaning to these, which are for notebooks.
+LENT = {"<|fim_prefix|>": "<jupyter_start>", "<|fim_suffix|>": "<jupyter_text>", "<|fim_middle|>": "<jupyter_code>"}
+
+
+def byte_of_character():
+    """Returns {character: byte}: GPT-2 writes each byte as a visible character, from U+0100 on if necessary."""
+    visible = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in visible]
+    characters = [*map(chr, visible), *map(chr, range(256, 256 + len(others)))]
+    return dict(zip(characters, visible + others, strict=True))
+
+
+class HubTokenizer:
+    """Encodes and decodes text as tokenizer.Tokenizer does. Threads may share it and encode concurrently: encoding
+    releases the GIL."""
+
+    def __init__(self, files):
+        """files: {name: content} of FILES, as bytes. Raises ValueError, KeyError, TypeError or AttributeError if they
+        are damaged, or if text would not come back."""
+        self.json = files["tokenizer.json"].decode()
+        self.sha256 = hashlib.sha256(files["tokenizer.json"]).hexdigest()
+        config = json.loads(self.json)
+        added = {token["content"]: token for token in config.get("added_tokens") or ()}
+        control = {name for name, token in added.items() if token.get("special") or CONTROL.fullmatch(name)}
+        is_byte_level = "ByteLevel" in [step["type"] for step in _steps(config["pre_tokenizer"])]
+        self._is_nfc = "NFC" in [step["type"] for step in _steps(config.get("normalizer"))]
+        self._library = _library(config, control)
+        vocabulary = self._library.get_vocab()
+        self.n_vocab = max(vocabulary.values()) + 1
+        if self.n_vocab > MOST_IDS:
+            raise ValueError(f"it has the id {self.n_vocab - 1}")
+        self.holes = sorted({*range(self.n_vocab)} - {*vocabulary.values()})  # ids that no token has
+        self._pieces = [b""] * self.n_vocab  # the bytes of each id
+        self._tokens = {}
+        byte_of = byte_of_character() if is_byte_level else None
+        # Tokens of a byte come first: of two for the same text, the library encodes it with the other.
+        for name, number in sorted(vocabulary.items(), key=lambda item: not BYTE.fullmatch(item[0])):
+            self._pieces[number] = name.encode() if name in added else _piece(name, byte_of)
+            if name not in control:
+                self._tokens[self._pieces[number]] = number
+        self._byte_ids = {byte: self._tokens[bytes([byte])] for byte in range(256) if bytes([byte]) in self._tokens}
+        self._by_bytes = re.compile("([\udc80-\udcff]+)" if is_byte_level else f"([\udc80-\udcff{SPACE}]+)")
+        ids = {name: vocabulary[name] for name in added if name in control}
+        self._name_tokens(ids, _json_object(files, "tokenizer_config.json"))
+        ends = _json_object(files, "generation_config.json").get("eos_token_id") or []
+        self.ends = {*ids.values(), *(ends if isinstance(ends, list) else [ends])}  # any of these ends a completion
+        self._require_texts_come_back(added.keys() - control)
+
+    def _name_tokens(self, ids, config):
+        """Sets what begins a document and ends a middle, and gives our names to control tokens. ids: {name: id} of
+        these; config: the tokenizer_config.json."""
+        bos = config.get("bos_token")
+        names = (*SEPARATORS, bos["content"] if isinstance(bos, dict) else bos, *BEGINNINGS)
+        found = [name for name in names if name in ids]
+        if not found:
+            raise ValueError(f"it has no token that begins a document: none of {' '.join(filter(None, names))}")
+        self.special_tokens = ids | {"<|bos|>": ids[found[0]]}
+        self.bos_id = ids[found[0]]
+        for ours, others in OTHER_NAMES.items():
+            for name in others:
+                if name in ids:
+                    self.special_tokens.setdefault(ours, ids[name])
+        self.lent = {}  # {our name: their name} of what is for gaps only by --fim_rate
+        if "<|fim_middle|>" not in self.special_tokens and ids.keys() >= set(LENT.values()):
+            self.lent = LENT
+            self.special_tokens |= {ours: ids[name] for ours, name in LENT.items()}
+        # Qwen's middles, and StarCoder's, end as their documents do.
+        is_ours = self.lent or found[0] == "<|bos|>"
+        self.middle_end = self.special_tokens.get("<|file_sep|>") if is_ours else self.bos_id
+
+    @property
+    def losses(self):
+        """What does not come back from tokens exactly, as text for a person; "" if all does."""
+        found = ["characters change to NFC"] if self._is_nfc else []
+        if missing := 256 - len(self._byte_ids):
+            found.append(f"{missing} bytes have no token and are left out")
+        return " and ".join(found)
+
+    def special(self, name):
+        """Returns the id of a special token. Raises BadInput if there is none of this name."""
+        if name not in self.special_tokens:
+            raise BadInput(f"this tokenizer has no special token {name}: it has {' '.join(self.special_tokens)}")
+        return self.special_tokens[name]
+
+    def tokens(self):
+        """Returns {bytes: id} of all tokens except special ones."""
+        return self._tokens
+
+    def encode(self, text):
+        """Returns the ids of `text` (str or bytes) as a list. The name of a special token is ordinary text."""
+        data = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
+        # Every second part is encoded by bytes: malformed ones, and a character that sentencepiece takes for a space.
+        parts = self._by_bytes.split(data.decode("utf-8", "surrogateescape"))
+        ids = []
+        for number, part in enumerate(parts):
+            if number % 2:
+                found = map(self._byte_ids.get, part.encode("utf-8", "surrogateescape"))
+                ids += [token for token in found if token is not None]
+            else:  # in a batch: `encode` alone does not release the GIL
+                ids += self._library.encode_batch_fast([part], add_special_tokens=False)[0].ids
+        return ids
+
+    def encode_to_numpy(self, text):
+        """Returns the ids of `text` (str or bytes) as a uint32 array."""
+        return np.array(self.encode(text), np.uint32)
+
+    def encode_documents(self, texts):
+        """Returns a list with a memoryview of uint32 for each text (str or bytes): BOS and the ids of the text."""
+        return [np.array([self.bos_id, *self.encode(text)], np.uint32).data for text in texts]
+
+    def encode_infills(self, infills):
+        """Returns what Tokenizer.encode_infills does."""
+        first, second, third = map(self.special, LENT)
+        found = []
+        for infill in infills:
+            prefix, suffix, middle = (self.encode(text.encode("utf-8", "surrogateescape")) for text in infill)
+            ids = [self.bos_id, first, *prefix, second, *suffix, third, *middle, self.middle_end]
+            found.append((np.array(ids, np.uint32).data, 2 + len(prefix), 3 + len(prefix) + len(suffix)))
+        return found
+
+    def decode_bytes(self, ids):
+        """Returns the bytes that were encoded. Special tokens become their names."""
+        return b"".join(map(self._pieces.__getitem__, ids))
+
+    def decode(self, ids):
+        """Returns the text that was encoded. Bytes that are not UTF-8 become U+FFFD."""
+        return self.decode_bytes(ids).decode("utf-8", "replace")
+
+    def token_bytes(self):
+        """Returns the number of bytes of each token, int32 (n_vocab,). Special tokens have 0."""
+        import torch
+        counts = torch.zeros(self.n_vocab, dtype=torch.int32)
+        for piece, number in self._tokens.items():
+            counts[number] = len(piece)
+        return counts
+
+    def _require_texts_come_back(self, added):
+        """Raises ValueError unless text comes back, apart from `losses`. added: tokens that are cut out of it."""
+        missing = bytes({*range(256)} - self._byte_ids.keys())
+        if not RARE.issuperset(missing):
+            raise ValueError(f"it has no token of the byte 0x{min({*missing} - RARE):02x}")
+        for text in (sample_of_characters(97), " ".join(added)):
+            kept = tokenizers.normalizers.NFC().normalize_str(text) if self._is_nfc else text
+            if self.decode_bytes(self.encode(text)) != kept.encode().translate(None, missing):
+                raise ValueError("text would not come back from its tokens")
+
+
+def _library(config, control):
+    """Returns the tokenizers.Tokenizer of a tokenizer.json that does what this module's docstring says."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the loader has threads, and a fork is then safe
+    for token in config.get("added_tokens") or ():
+        token |= {"special": token["content"] in control, "lstrip": False, "rstrip": False}
+    for step in (*_steps(config.get("normalizer")), *_steps(config["pre_tokenizer"])):
+        if step["type"] == "Metaspace":
+            step.pop("add_prefix_space", None)
+            step["prepend_scheme"] = "never"
+        if step["type"] == "ByteLevel":
+            step["add_prefix_space"] = False
+    config["normalizer"] = {"type": "Sequence", "normalizers": _kept_normalizers(config.get("normalizer"))}
+    config["model"] |= {"dropout": None}  # the same ids each time
+    try:
+        library = tokenizers.Tokenizer.from_str(json.dumps(config | dict.fromkeys(("truncation", "padding"))))
+    except BaseException as error:  # of no closer class; a panic of Rust's is no Exception
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        raise ValueError(str(error)) from None
+    library.encode_special_tokens = True
+    return library
+
+
+def _steps(step):
+    """Returns a list of the steps of a normalizer or pre_tokenizer, which may be nested."""
+    if not step:
+        return []
+    if step["type"] != "Sequence":
+        return [step]
+    inner = step["normalizers"] if "normalizers" in step else step["pretokenizers"]
+    return [found for each in inner for found in _steps(each)]
+
+
+def _kept_normalizers(normalizer):
+    found = []
+    for step in _steps(normalizer):
+        is_space = (step.get("pattern"), step.get("content")) == ({"String": " "}, SPACE)
+        if step["type"] == "NFC" or step["type"] == "Replace" and is_space:
+            found.append(step)
+        elif step["type"] != "Prepend":
+            raise ValueError(f"its normalizer {step['type']} changes the text")
+    return found
+
+
+def _piece(name, byte_of):
+    """Returns the bytes of a token. byte_of: byte_of_character() if the vocabulary is byte-level, else None."""
+    if byte_of:
+        return bytes(map(byte_of.__getitem__, name)) if byte_of.keys() >= set(name) else name.encode()
+    byte = BYTE.fullmatch(name)
+    return bytes.fromhex(byte[1]) if byte else name.replace(SPACE, " ").encode()
+
+
+def _json_object(files, name):
+    found = json.loads(files.get(name, b"{}"))
+    if not isinstance(found, dict):
+        raise ValueError(f"{name} is no JSON object")
+    return found
+
+
+def sample_of_characters(step):
+    """Returns a text of all characters of alphabets, one in `step` of the others, and pairs of all kinds."""
+    every = "".join(map(chr, [*range(0x3000), *range(0x3000, 0xD800, step), *range(0xE000, 0x110000, step)]))
+    seen = Counter()
+    kinds = []  # all of ASCII, and two characters of each other category
+    for character in every:
+        category = unicodedata.category(character)
+        seen[category] += 1
+        if character < "\x80" or seen[category] < 3:
+            kinds.append(character)
+    return every + "".join(first + second for first in kinds for second in kinds)

@@ -1,0 +1,64 @@
+"""The tokenizer.json of an export gives the ids of the tokenizer, and is read back."""
+import json
+import random
+
+import pytest
+
+from nanochat.data.tokenizer import load_tokenizer
+from nanochat.export import export
+from scripts.tok_train import PATTERN
+from tests.data import hub
+from tests.data.headers import HEADERS
+
+
+def test_an_exported_tokenizer_is_read_back_with_the_same_ids_and_borders(tmp_path):
+    shipped = load_tokenizer()
+    (tmp_path / "tokenizer.json").write_text(export.tokenizer_json(shipped), encoding="utf-8")
+    again = load_tokenizer(tmp_path)
+    for text in (*HEADERS[:9], b"\xff \xe9<|bos|>", "\n\n  x"):
+        assert again.encode(text) == shipped.encode(text)
+    assert again.special_tokens == shipped.special_tokens and again.losses == ""
+    for name in ("n_vocab", "bos_id", "middle_end", "ends"):
+        assert getattr(again, name) == getattr(shipped, name)
+    assert again.tokens() == shipped.tokens() and again.token_bytes().equal(shipped.token_bytes())
+
+
+def test_a_tokenizer_of_the_library_is_written_as_it_was(tmp_path):
+    files = hub.files_of(*hub.smollm2())
+    tokenizer = hub.HubTokenizer(files)
+    assert export.tokenizer_json(tokenizer).encode() == files["tokenizer.json"]
+    config = export.tokenizer_config(tokenizer, 64)
+    assert config["bos_token"] == config["eos_token"] == "<|endoftext|>" and "pad_token" not in config
+    assert export.special_ids(tokenizer)["eos_token_id"] == [0, tokenizer.special("<file_sep>")]
+    assert json.loads(files["tokenizer.json"])["added_tokens"][0]["content"] == config["bos_token"]
+
+
+@pytest.mark.parametrize("pattern, alike", [
+    (PATTERN, True), (r"(?:a|b){2,3}|[^\S\n]+|\x41|[\[\]]", True),
+    (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)"
+     r"|\s+", True),  # Llama 3
+    (r"a$", False), (r"^a", False), (r"\bint\b", False), (r"(?m)a", False), (r"(?<=a)b", False), (r"a{2}+", False),
+    (r"a{,2}", False), (r"(a)\1", False), (r"[[:alpha:]]", False), (r"[a-z&&[^b]]", False), (r"[a--b]", False),
+    (r"(?i:ss)", False), (r"(?i:straße)", False), (r"\p{Alpha}", False), (r"\h", False), (r"\xC3", False), ("", False),
+])
+def test_only_patterns_that_both_libraries_read_alike_are_taken(pattern, alike):
+    assert bool(export.ALIKE.fullmatch(pattern)) == alike
+
+
+def test_the_last_pair_is_that_of_merging_one_pair_after_the_other():
+    rng = random.Random(0)
+    for _ in range(300):
+        tokens = [b"a", b"b", b"c"]
+        for _ in range(rng.randint(0, 12)):
+            tokens.append(rng.choice(tokens) + rng.choice(tokens))
+        ranks = {token: rank for rank, token in enumerate(dict.fromkeys(tokens))}
+        for token in [*ranks, bytes(rng.choices(b"abc", k=40))]:
+            rank = ranks.get(token, rng.randint(0, len(ranks)))
+            parts = [bytes([byte]) for byte in token]
+            while len(parts) > 2:
+                found = [ranks.get(left + right, rank) for left, right in zip(parts, parts[1:], strict=False)]
+                if min(found) >= rank:
+                    break
+                i = found.index(min(found))
+                parts[i:i + 2] = [parts[i] + parts[i + 1]]
+            assert export.last_pair(token, rank, ranks) == tuple(parts)
