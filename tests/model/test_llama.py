@@ -16,11 +16,12 @@ SMALL = {"vocab_size": 40, "n_layer": 3, "max_seq_len": 96, "n_embd": 24, "n_hea
          "mlp_dim": 40}
 VARIANTS = {"llama": {}, "own head": {"tied_head": False, "rope_theta": 5e5},
             "qwen2": {"qkv_bias": True, "norm_eps": 1e-6}, "qwen3": {"qk_norm": True, "tied_head": False}}
-NAMES = {"attn_norm": "input_layernorm.weight", "attn_q": "self_attn.q_proj.weight",
-         "attn_k": "self_attn.k_proj.weight", "attn_v": "self_attn.v_proj.weight", "q_bias": "self_attn.q_proj.bias", "k_bias": "self_attn.k_proj.bias",
-         "v_bias": "self_attn.v_proj.bias", "q_norm": "self_attn.q_norm.weight", "k_norm": "self_attn.k_norm.weight",
-         "attn_o": "self_attn.o_proj.weight", "mlp_norm": "post_attention_layernorm.weight",
-         "mlp_gate": "mlp.gate_proj.weight", "mlp_in": "mlp.up_proj.weight", "mlp_out": "mlp.down_proj.weight"}
+NAMES = {
+    "attn_norm": "input_layernorm.weight", "attn_q": "self_attn.q_proj.weight", "attn_k": "self_attn.k_proj.weight",
+    "attn_v": "self_attn.v_proj.weight", "q_bias": "self_attn.q_proj.bias", "k_bias": "self_attn.k_proj.bias",
+    "v_bias": "self_attn.v_proj.bias", "q_norm": "self_attn.q_norm.weight", "k_norm": "self_attn.k_norm.weight",
+    "attn_o": "self_attn.o_proj.weight", "mlp_norm": "post_attention_layernorm.weight",
+    "mlp_gate": "mlp.gate_proj.weight", "mlp_in": "mlp.up_proj.weight", "mlp_out": "mlp.down_proj.weight"}
 
 
 @pytest.fixture(params=VARIANTS)
