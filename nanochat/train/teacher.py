@@ -46,12 +46,15 @@ def find_teacher(flags, plan, tokenizer, directory):
     if meta.tokenizer_sha256 != tokenizer.sha256:
         raise BadInput(f"{what} has another tokenizer ({meta.tokenizer_sha256[:12]}) than this run "
                        f"({tokenizer.sha256[:12]}): train with the teacher's --tokenizer_dir")
-    config = config.with_rows(plan.config.max_seq_len)
     rows = plan.config.vocab_size
     if config.vocab_size < rows:
         raise BadInput(f"{what} has a vocabulary of {config.vocab_size}, and this model one of {rows}: give another "
                        "teacher")
     config = replace(config, vocab_size=rows)  # rows beyond the student's are of no token
+    try:
+        config = config.with_rows(plan.config.max_seq_len)
+    except BadInput as error:
+        raise BadInput(f"{what}: {error}") from None
     if config.max_seq_len < plan.config.max_seq_len:
         raise BadInput(f"{what} sees {config.max_seq_len} positions: give --max_seq_len of at most that, not "
                        f"{plan.config.max_seq_len}")

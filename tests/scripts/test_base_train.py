@@ -204,8 +204,9 @@ run_script(main)
     assert slow.losses == without.losses and sorted(slow.losses) == list(range(1, 41))
 
 
-def test_evaluating_a_checkpoint_gives_what_the_run_found(train, byte_tokenizer_dir, corpus_dir, capsys):
-    trained = train("--save_every=6", run="done")
+@BOTH_MODELS
+def test_evaluating_a_checkpoint_gives_what_the_run_found(train, byte_tokenizer_dir, corpus_dir, capsys, model):
+    trained = train(*model, "--save_every=6", run="done")
     base_eval.main(["--checkpoint=done", f"--tokenizer_dir={byte_tokenizer_dir}", f"--data_dir={corpus_dir}/val",
                     "--eval_tokens=1024", "--device_type=cpu"])
     found = float(re.search(r"([\d.]+) bits per byte", capsys.readouterr().out)[1])

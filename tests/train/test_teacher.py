@@ -7,7 +7,7 @@ from nanochat.device.ranks import resolve_device_type
 from nanochat.train.flags import parse_flags
 from nanochat.train.language import make_task
 from nanochat.train.prepare import prepare
-from tests.conftest import last_of_each
+from tests.conftest import LLAMA, last_of_each
 
 
 @pytest.fixture
@@ -17,13 +17,14 @@ def teacher(train):
     return "teacher"
 
 
-@pytest.mark.parametrize("devices, kernel", [
-    (2, "chunked"), pytest.param(1, "current", marks=pytest.mark.slow)])
-def test_a_student_resumes_bit_for_bit(train, teacher, devices, kernel):
-    flags = ["--teacher=teacher", "--kd_weight=0.8", f"--kernel={kernel}", "--save_every=1"]
+@pytest.mark.parametrize("devices, kernel, model", [
+    (2, "chunked", ()), pytest.param(1, "current", (), marks=pytest.mark.slow),
+    pytest.param(2, "chunked", LLAMA, marks=pytest.mark.slow, id="llama")])  # of another model than its teacher
+def test_a_student_resumes_bit_for_bit(train, teacher, devices, kernel, model):
+    flags = [*model, "--teacher=teacher", "--kd_weight=0.8", f"--kernel={kernel}", "--save_every=1"]
     whole = train(*flags, run="student", devices=devices)
     assert "depth 2, width 128, weight 0.8 at temperature 1" in whole.stdout
-    alone = train(f"--kernel={kernel}", run="alone", devices=devices)
+    alone = train(*model, f"--kernel={kernel}", run="alone", devices=devices)
     assert whole.losses[1] != alone.losses[1]
     recompiled = [record["recompiled"] for record in whole.records if "recompiled" in record]
     assert not recompiled
