@@ -184,7 +184,8 @@ def prepare(flags, path, meta, old, folder):
     run_module("scripts.prepare_data", f"--source={flags.source}", f"--out_dir={folder / 'project'}", "--eval_only")
     divide(open_shards(sorted((folder / "project" / "val").glob("*.parquet"))), folder / "own")
     own = open_shards([folder / "own" / "train" / "shard_00000.parquet"])
-    steps = count_steps(flags, meta, Source("own", "", shards=own), load_tokenizer(meta.flags.get("tokenizer_dir")))
+    tokenizer = load_tokenizer(meta.flags.get("tokenizer_dir"), path)
+    steps = count_steps(flags, meta, Source("own", "", shards=own), tokenizer)
     old_dir = json.dumps(old["train"], ensure_ascii=False)
     old_val = json.dumps(old["val"], ensure_ascii=False)
     (folder / "mix.toml").write_text(f'''

@@ -12,7 +12,6 @@ Exit status: 0 if the run fits, 3 if it does not, 2 for bad flags, 1 for a failu
 """
 from nanochat.common import run_script
 from nanochat.data.mixture import read_mixture
-from nanochat.data.tokenizer import load_tokenizer
 from nanochat.preflight.describe import deliver
 from nanochat.preflight.fit import require_searchable, search
 from nanochat.preflight.flags import prepare, read_preflight_flags
@@ -20,7 +19,7 @@ from nanochat.preflight.language import trace_run
 from nanochat.preflight.report import make_report
 from nanochat.train.describe import describe_plan
 from nanochat.train.plan import make_plan
-from nanochat.train.start import with_start
+from nanochat.train.start import run_tokenizer, with_start
 from nanochat.train.text import mixture_lines
 
 
@@ -31,9 +30,9 @@ def main(argv=None):
     if flags.data.mixture:
         read_mixture(flags.data.mixture)
     say = prepare(own)
-    tokenizer = load_tokenizer(flags.data.tokenizer_dir)
+    tokenizer = run_tokenizer(flags)
     plan = make_plan(flags, tokenizer.n_vocab, "tpu", own.tpu_slice.chips)
-    for line in (*describe_plan(plan, tokenizer), *mixture_lines(flags.data, plan)):
+    for line in (*describe_plan(plan, tokenizer), *mixture_lines(flags.data, plan, tokenizer)):
         say(line)
     programs, traced = trace_run(flags, own.tpu_slice.chips)
     settled = flags.settled(programs.plan.config).as_dict()

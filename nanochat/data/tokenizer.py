@@ -47,8 +47,9 @@ _VALID_THEN_MALFORMED = re.compile("([^\udc80-\udcff]*)([\udc80-\udcff]*)")  # m
 @dataclass(frozen=True)
 class TokenizerFlags:
     """The flag of scripts that read a tokenizer."""
-    tokenizer_dir: Path | None = flag(None, "folder of the tokenizer; default: $NANOCHAT_BASE_DIR/tokenizer if it "
-                                      "exists, else the shipped one", of=expand_path)
+    tokenizer_dir: Path | None = flag(None, "folder of the tokenizer; default: that of the imported weights in the "
+                                      "checkpoint, else $NANOCHAT_BASE_DIR/tokenizer if it exists, else the shipped "
+                                      "one", of=expand_path)
 
 
 class Infill(NamedTuple):

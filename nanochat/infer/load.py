@@ -77,7 +77,7 @@ def load_model(path, dist, *, tokenizer_dir=None, kernel="auto", quantize="none"
     problem = find_problem(path, weights_only=True)
     if problem:
         raise BadInput(f"checkpoint {path} is damaged ({problem}): use another one")
-    tokenizer = load_tokenizer(tokenizer_dir)
+    tokenizer = load_tokenizer(tokenizer_dir, path)
     check_tokenizer(tokenizer, meta.config["vocab_size"], meta.tokenizer_sha256)
     config = meta.model_config
     kernels = get_kernels(kernel_for(config, kernel, dist.device_type), dist.device_type, Sharding.of_mesh(mesh))

@@ -3,7 +3,6 @@ import os
 import tempfile
 
 from nanochat.common import BadInput
-from nanochat.data.tokenizer import load_tokenizer
 from nanochat.device.mesh import all_meshes
 from nanochat.device.tpu import GIB
 from nanochat.model.layers import RECOMPUTED
@@ -13,6 +12,7 @@ from nanochat.preflight.language import trace_run
 from nanochat.preflight.report import of_kinds
 from nanochat.train.plan import make_plan
 from nanochat.train.prepare import run_directory
+from nanochat.train.start import run_tokenizer
 from nanochat.train.teacher import find_teacher
 
 
@@ -43,7 +43,7 @@ def search(own, flags, kernel, say):
 
 def flags_of_meshes(flags, chips):
     """Returns {chips along fsdp: Flags} for each mesh on which a run is possible, the fewest first."""
-    tokenizer = load_tokenizer(flags.data.tokenizer_dir)
+    tokenizer = run_tokenizer(flags)
     found = {}
     for mesh in all_meshes(chips, flags.devices.mesh_tensor):
         trial = flags.replace(mesh_fsdp=mesh.fsdp)

@@ -6,13 +6,13 @@ from fractions import Fraction
 import torch
 
 from nanochat.data.loader import Rows, SyntheticLoader
-from nanochat.data.tokenizer import load_tokenizer
 from nanochat.device.ranks import Dist
 from nanochat.infer.loss_eval import bits_per_byte
 from nanochat.preflight.trace import Programs, fill_with_placeholders
 from nanochat.train.language import NEXT_TOKEN, make_model, make_step
 from nanochat.train.plan import make_plan
 from nanochat.train.prepare import run_directory
+from nanochat.train.start import run_tokenizer
 from nanochat.train.step import Objective
 from nanochat.train.teacher import DistillationLoss, find_teacher, make_teacher
 
@@ -21,7 +21,7 @@ def trace_run(flags, chips):
     """Returns the Programs of a run with base_train's Flags on `chips` TPU chips, and its {name: TracedProgram}. Call
     prepare_environment() before."""
     import torch_xla
-    tokenizer = load_tokenizer(flags.data.tokenizer_dir)
+    tokenizer = run_tokenizer(flags)
     plan = make_plan(flags, tokenizer.n_vocab, "tpu", chips)
     dist = Dist("tpu", torch_xla.device(), world_size=chips)
     objective = NEXT_TOKEN

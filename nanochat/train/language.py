@@ -16,7 +16,7 @@ from nanochat.data.lanes import PADDING
 from nanochat.data.loader import DataLoader, Rows, SyntheticLoader
 from nanochat.data.mixture import MixtureLoader, open_mixture
 from nanochat.data.shards import open_text
-from nanochat.data.tokenizer import Tokenizer, load_tokenizer
+from nanochat.data.tokenizer import Tokenizer
 from nanochat.device.ranks import print0
 from nanochat.infer.engine import Engine
 from nanochat.infer.loss_eval import HeldOutRows, NotRead, bits_per_byte, with_suffixes
@@ -32,7 +32,7 @@ from nanochat.train.describe import describe_plan, require_time
 from nanochat.train.flags import BatchFlags, DistillationFlags, Flags
 from nanochat.train.plan import Plan, make_plan
 from nanochat.train.row_feed import RowFeed
-from nanochat.train.start import Start, as_begun, find_start, require_same_rows, saved_meta
+from nanochat.train.start import Start, as_begun, find_start, require_same_rows, run_tokenizer, saved_meta
 from nanochat.train.step import Objective, TrainingStep
 from nanochat.train.task import Event, flags_of
 from nanochat.train.teacher import DistillationLoss, Teacher, find_teacher, load_teacher
@@ -325,7 +325,7 @@ def make_task(flags, device_type, world_size, directory):
 
     directory: of the run.
     """
-    tokenizer = load_tokenizer(flags.data.tokenizer_dir)
+    tokenizer = run_tokenizer(flags)
     saved = saved_meta(flags, directory)
     # Settled flags have a value for every flag of the model. Only the values of the command line itself must agree with
     # the checkpoint (resumed), so they are kept.

@@ -1,5 +1,6 @@
 """The checkpoint from which a run goes on, its own or another's: base_train --init_from."""
 import hashlib
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import NamedTuple
@@ -7,7 +8,7 @@ from typing import NamedTuple
 from nanochat.checkpoint import on_disk
 from nanochat.checkpoint.meta import Meta, load_meta, read_language_config, require_same
 from nanochat.checkpoint.pieces import load_tensors
-from nanochat.common import BadInput
+from nanochat.common import SOURCE, BadInput
 from nanochat.data.tokenizer import load_tokenizer
 from nanochat.model.models import config_as_flags, is_given, require_as_saved
 from nanochat.train.flags import StartFlags, require_not_gone
@@ -79,8 +80,19 @@ def with_start(flags):
     if not flags.start.init_from:
         return flags
     directory = run_directory(flags)
-    tokenizer = load_tokenizer(flags.data.tokenizer_dir)
-    return find_start(flags, saved_meta(flags, directory), tokenizer, directory)[0]
+    flags, start, _ = find_start(flags, saved_meta(flags, directory), run_tokenizer(flags), directory)
+    return flags.replace(init_from=str(start.path)) if start else flags  # run_tokenizer finds a path again, anywhere
+
+
+def run_tokenizer(flags):
+    """Returns the tokenizer of a run: of --tokenizer_dir, else the one that came with the imported weights with which
+    it began or begins, else the default. Raises BadInput."""
+    checkpoints = [] if flags.run.starts_over else on_disk.list_checkpoints(run_directory(flags))
+    if not checkpoints and flags.start.init_from:
+        with suppress(BadInput):  # find_start says what is wrong
+            checkpoints = [on_disk.find_checkpoint(flags.start.init_from)]
+    of_source = [path for path in checkpoints if (path / SOURCE).exists()]  # a damaged one may lack it
+    return load_tokenizer(flags.data.tokenizer_dir, of_source[-1] if of_source else None)
 
 
 # A run begins with nothing, or with the weights of another one and its optimizer's state (--init_from). A run that has

@@ -5,7 +5,6 @@ from nanochat.common import BadInput
 from nanochat.data.bucket import check_cache
 from nanochat.data.mixture import open_mixture, tokens_in
 from nanochat.data.shards import fingerprint, open_text
-from nanochat.data.tokenizer import load_tokenizer
 from nanochat.record.metrics import format_count
 
 
@@ -96,7 +95,7 @@ def _read_by(plan, mixture, sizes):
     return read, ends
 
 
-def mixture_lines(data, plan):
+def mixture_lines(data, plan, tokenizer):
     """Returns describe_mixture of the DataFlags, for a machine that may lack the data; [] without a mixture."""
     if not data.mixture:
         return []
@@ -104,4 +103,4 @@ def mixture_lines(data, plan):
         mixture = open_mixture(data)
     except BadInput as error:
         return [f"how often the mixture reads its sources is unknown: {error}"]
-    return describe_mixture(mixture, plan, load_tokenizer(data.tokenizer_dir))
+    return describe_mixture(mixture, plan, tokenizer)

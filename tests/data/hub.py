@@ -1,5 +1,7 @@
 """Tokenizers of Hugging Face's library as small as tests need, in the ways of SmolLM2, Qwen, Llama 3 and Llama 2."""
+import io
 import json
+import zipfile
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
@@ -79,6 +81,15 @@ def files_of(tokenizer, config, **generation_config):
     if generation_config:
         found["generation_config.json"] = json.dumps(generation_config)
     return {name: content.encode() for name, content in found.items()}
+
+
+def zipped(files):
+    """Returns the content of a checkpoint's source.zip."""
+    found = io.BytesIO()
+    with zipfile.ZipFile(found, "w") as source:
+        for name, content in {"config.json": b"{}", **files}.items():
+            source.writestr(name, content)
+    return found.getvalue()
 
 
 def hub_tokenizer(make, **generation_config):

@@ -1,7 +1,6 @@
 """A tokenizer.json of Hugging Face gives the ids of their library, and text comes back and never becomes control."""
 import json
 import random
-import zipfile
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -209,9 +208,7 @@ def save(folder, files):
 
 def save_checkpoint(folder, files):
     folder.mkdir()
-    with zipfile.ZipFile(folder / SOURCE, "w") as source:
-        for name, content in {"config.json": b"{}", **files}.items():
-            source.writestr(name, content)
+    (folder / SOURCE).write_bytes(hub.zipped(files))
     return folder
 
 

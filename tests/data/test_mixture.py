@@ -137,9 +137,9 @@ def test_the_plan_says_how_often_each_source_is_read(data, byte_tokenizer_dir, t
     assert stage_rows(mixture, many, 0, None) == [0, 160, 320]
     assert stage_rows(mixture, many, 50, {0: {"rows": 100}, 1: {"rows": 100}}) == [0, 0, 320]
     there = replace(data, tokenizer_dir=str(byte_tokenizer_dir))
-    assert len(mixture_lines(there, plan)) == 2 and mixture_lines(DataFlags(), plan) == []
+    assert len(mixture_lines(there, plan, ByteTokenizer())) == 2 and mixture_lines(DataFlags(), plan, None) == []
     (tmp_path / "own").rename(tmp_path / "away")
-    assert "is unknown: --data_dir=" in mixture_lines(there, plan)[0]
+    assert "is unknown: --data_dir=" in mixture_lines(there, plan, ByteTokenizer())[0]
 
 
 def test_weights_near_the_largest_number_keep_their_proportion(data, tmp_path):

@@ -2,22 +2,29 @@
 import json
 import re
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
+import torch
 
 from nanochat.checkpoint import on_disk
 from nanochat.checkpoint.meta import load_meta
+from nanochat.checkpoint.saver import save_checkpoint
 from nanochat.common import BadInput, get_base_dir
 from nanochat.data.tokenizer import SHIPPED_DIR
-from nanochat.device.ranks import resolve_device_type
+from nanochat.device.ranks import Dist, resolve_device_type
+from nanochat.infer.load import load_model
+from nanochat.kernels.choose import get_kernels
+from nanochat.model.llama import LlamaConfig
 from nanochat.model.rates import run_lr_scale
 from nanochat.train.flags import parse_flags
 from nanochat.train.language import make_task
 from nanochat.train.prepare import prepare, run_directory
-from nanochat.train.start import as_begun
+from nanochat.train.start import as_begun, run_tokenizer, with_start
 from scripts.base_train import main
+from tests.checkpoint.states import make_meta
 from tests.conftest import add_records, last_of_each
+from tests.data.hub import files_of, hub_tokenizer, qwen, zipped
 
 
 @pytest.fixture(scope="module")
@@ -145,3 +152,30 @@ def test_an_imported_model_has_only_weights_to_begin_with(imported, tiny):
     task = make_task(flags, "cpu", 1, run_directory(flags))
     assert task.start.load()[1] is None and task.plan.start.earlier_steps == 0
     assert task.start.describe().endswith("weights of first/step_000008")
+
+
+def test_a_run_that_begins_with_imported_weights_has_their_tokenizer_and_resumes_with_it(train, tiny, tmp_path):
+    tokenizer = hub_tokenizer(qwen)
+    config = LlamaConfig(vocab_size=tokenizer.n_vocab + 3, n_layer=1, max_seq_len=64, max_positions=64, n_embd=32,
+                         n_head=2, n_kv_head=1, head_dim=16, mlp_dim=64)
+    model = config.new_model(config, get_kernels("current", "cpu")).init_weights(1)
+    source = {"model": "some/coder", "model_type": "qwen2", "dtype": "float32"}
+    path = save_checkpoint(tmp_path / "imported", model.state_dict(), {}, make_meta(
+        0, config=asdict(config), tokenizer_sha256=tokenizer.sha256, flags={}, rng="", source=source), num_lanes=0,
+        source=zipped(files_of(*qwen())))
+    rates = "matrix_lr", "embedding_lr", "unembedding_lr", "scalar_lr"
+    without = ("depth", "model_dim", "num_heads", "max_seq_len", "tokenizer_dir", *rates)
+    flags = [f"--init_from={path}", "--save_every=3"]
+    process = train(*flags, run="second", without=without)
+    assert f"{tokenizer.n_vocab} tokens, sha256 {tokenizer.sha256[:12]}; some texts do not come back" in process.stdout
+    assert load_meta(on_disk.latest(process.run_dir)).tokenizer_sha256 == tokenizer.sha256
+    shape = [flag for flag in tiny if flag.partition("=")[0].removeprefix("--") not in without]
+    preflight = with_start(parse_flags(["--run=third", *shape, f"--init_from={path}"]))
+    assert run_tokenizer(preflight).sha256 == tokenizer.sha256
+    shutil.rmtree(tmp_path / "imported")
+    on_disk.set_aside_after(process.run_dir, 3)
+    (process.run_dir / ".finished").unlink()
+    resumed = train("--save_every=3", run="second", without=without)
+    assert "step_000003" in resumed.stdout and resumed.losses == process.losses
+    _, loaded, _ = load_model(on_disk.latest(process.run_dir), Dist("cpu", torch.device("cpu")))
+    assert loaded.sha256 == tokenizer.sha256
