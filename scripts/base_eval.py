@@ -18,6 +18,7 @@ from nanochat.device.ranks import prepare_xla_environment, print0, resolve_devic
 from nanochat.infer.load import CheckpointFlags, load_language_meta, load_model, resolve_inference_device_type
 from nanochat.infer.loss_eval import bits_per_byte, from_left_to_right, with_suffixes, without_suffixes
 from nanochat.infer.on_mesh import MeshFlags, run_on_mesh
+from nanochat.infer.prompt import fills_gaps
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ def evaluate_checkpoint(flags, path, seq_len, shards, mesh, dist):
     if flags.fim:
         check_fim("--fim", tokenizer, seq_len)
         print0(f"{about}: bits per byte of middles")
-        if not meta.flags.get("fim_rate"):
+        if not fills_gaps(meta):
             print0("note: it was trained without --fim_rate, so it never saw a suffix before its middle")
         return print_middles(tokenizer, flags.seed, evaluate)
     found = evaluate()

@@ -9,6 +9,7 @@ from pathlib import Path
 from nanochat.checkpoint.on_disk import find_checkpoint
 from nanochat.common import expand_path, flag, get_base_dir, read_flags, require_writable_dir, run_script
 from nanochat.infer.load import CheckpointFlags, load_language_meta, resolve_inference_device_type, weights_of
+from nanochat.infer.prompt import fills_gaps
 from nanochat.infer.sample import default_max_tokens
 from nanochat.judge import eval_report, solve
 from nanochat.judge.results import records_of
@@ -35,7 +36,7 @@ def main(argv=None):
     if flags.tokenizer_dir:
         common.append(f"--tokenizer_dir={flags.tokenizer_dir}")
     tasks = ["functions"]
-    if meta.flags.get("fim_rate", 0) > 0:  # without fill in the middle, a model has never seen the prompt of a gap
+    if fills_gaps(meta):  # without fill in the middle, a model has never seen the prompt of a gap
         tasks.append("infill_functions")
     found = {}
     for task in tasks:

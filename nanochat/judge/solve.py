@@ -8,6 +8,7 @@ from statistics import fmean
 from nanochat.common import BadInput, flag, printable, say
 from nanochat.device.ranks import compute_cleanup, compute_init
 from nanochat.infer.load import load_model
+from nanochat.infer.prompt import fills_gaps
 from nanochat.infer.sample import ignore
 from nanochat.judge.eval_report import compare, compiles, in_percent, score
 from nanochat.judge.judge import PASSED
@@ -68,7 +69,7 @@ class SearchFlags(WriterFlags):
 
 def fitting(methods, meta, is_comparison):
     """Returns the methods that the model of a checkpoint can run. Raises BadInput if none is left."""
-    if "repair" not in methods or meta.flags.get("fim_rate", 0) > 0:
+    if "repair" not in methods or fills_gaps(meta):
         return methods
     message = "--method=repair needs a model that was trained with --fim_rate"
     if not is_comparison or methods == ["repair"]:

@@ -104,7 +104,8 @@ class DataFlags(TextFlags):
                                 of=data_place)
     val_dir: str | None = flag(None, "folder of parquet shards for validation, gs://…, or several, NAME=FOLDER,…; "
                                "default: those that a mixture names, or $NANOCHAT_BASE_DIR/parquet/val", of=val_places)
-    tokenizer_dir: str | None = flag(None, "folder of the tokenizer; default: $NANOCHAT_BASE_DIR/tokenizer if it "
+    tokenizer_dir: str | None = flag(None, "folder of the tokenizer; default: that of the imported weights with "
+                                     "which the run began, else $NANOCHAT_BASE_DIR/tokenizer if it "
                                      "exists, else the shipped one", of=path_text)
     num_lanes: int = flag(NUM_LANES, "streams of data, a multiple of the number of devices; batches depend on it; "
                           "docs/data.md", at_least=1, at_most=4096)

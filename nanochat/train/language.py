@@ -109,6 +109,9 @@ class LanguageTask:
 
     def describe(self):
         lines = describe_plan(self.plan, self.tokenizer)
+        if self.flags.data.fim_rate and self.tokenizer.lent:
+            meanings = [f"{theirs} means {ours}" for ours, theirs in self.tokenizer.lent.items()]
+            lines.append(f"       gaps  the tokenizer has no tokens for them, so {', '.join(meanings)}")
         lines += self.about_data
         if self.teacher:
             lines.append(self.teacher.describe())

@@ -4,7 +4,8 @@ import random
 import pytest
 
 from nanochat.data.tokenizer import Infill, load_tokenizer
-from nanochat.infer.prompt import Special, Window, encode_prompt, first_tokens, gap_prompt
+from nanochat.infer.prompt import Special, Window, encode_prompt, fills_gaps, first_tokens, gap_prompt
+from tests.checkpoint.states import make_meta
 
 LINES = "".join(f"    total += values[{i}];\n" for i in range(200))  # a token is a byte here
 ROOM = 192
@@ -115,3 +116,14 @@ def test_other_files_stand_in_front_of_a_gap_as_training_shows_it(texts_of, toke
         prompt = gap_prompt(tokenizer, long * 20, "\n", 400, extra=[("far.h", LINES)] * 9, extra_tokens=1000)
         assert 40 < sum(len(text) for text in prompt.head[2:prompt.head.index(Special("<|fim_prefix|>")):2]) < 100
         assert num_tokens(tokenizer, prompt) <= 400
+
+
+@pytest.mark.parametrize("flags, source, fills", [
+    ({}, {}, False), ({"fim_rate": 0.0}, {}, False), ({"fim_rate": 0.5}, {}, True),
+    ({}, {"model": "Qwen/Qwen2.5-Coder-0.5B", "model_type": "qwen2"}, True),
+    ({"fim_rate": 0.0}, {"model": "my-cpp-CODER", "model_type": "qwen3"}, True),
+    ({}, {"model": "Qwen/Qwen3-0.6B", "model_type": "qwen3"}, False),  # which has the tokens
+    ({}, {"model": "deepseek-coder-1.3b", "model_type": "llama"}, False),  # whose tokens have other names
+    ({"fim_rate": 0.5}, {"model": "SmolLM2-135M", "model_type": "llama"}, True)])
+def test_gaps_are_for_models_that_were_trained_with_them(flags, source, fills):
+    assert fills_gaps(make_meta(flags=flags, source=source)) == fills

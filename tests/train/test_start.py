@@ -24,7 +24,7 @@ from nanochat.train.start import as_begun, run_tokenizer, with_start
 from scripts.base_train import main
 from tests.checkpoint.states import make_meta
 from tests.conftest import add_records, last_of_each
-from tests.data.hub import files_of, hub_tokenizer, qwen, zipped
+from tests.data.hub import files_of, hub_tokenizer, qwen, smollm2, zipped
 
 
 @pytest.fixture(scope="module")
@@ -179,3 +179,13 @@ def test_a_run_that_begins_with_imported_weights_has_their_tokenizer_and_resumes
     assert "step_000003" in resumed.stdout and resumed.losses == process.losses
     _, loaded, _ = load_model(on_disk.latest(process.run_dir), Dist("cpu", torch.device("cpu")))
     assert loaded.sha256 == tokenizer.sha256
+
+
+def test_a_run_that_gives_tokens_the_meaning_of_gaps_says_so(tiny, tmp_path):
+    for name, content in files_of(*smollm2()).items():
+        (tmp_path / name).write_bytes(content)
+    flags = last_of_each("--run=gaps", *tiny, f"--tokenizer_dir={tmp_path}", "--max_seq_len=64", "--fim_rate=0.5")
+    lines = make_task(parse_flags(flags), "cpu", 1, run_directory(parse_flags(flags))).describe()
+    assert [line for line in lines if "<jupyter_start> means <|fim_prefix|>" in line]
+    plain = parse_flags(last_of_each(*flags, "--fim_rate=0"))
+    assert not any("jupyter" in line for line in make_task(plain, "cpu", 1, run_directory(plain)).describe())
