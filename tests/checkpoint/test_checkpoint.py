@@ -32,7 +32,8 @@ def test_tensors_that_are_transposed_or_need_gradients_are_saved(tmp_path):
 def test_a_finished_checkpoint_holds_only_files_that_sha256sum_accepts(tmp_path):
     path = save(tmp_path, 7)
     assert names(tmp_path) == ["step_000007"]
-    assert names(path) == ["SHA256SUMS", "lanes.json", "meta.json", "model.safetensors", "optimizer.safetensors"]
+    assert names(path) == ["SHA256SUMS", "lanes.json", "meta.json", "model.safetensors", "optimizer.safetensors",
+                           "source.zip"]
     subprocess.run(["sha256sum", "--check", "--strict", "SHA256SUMS"], cwd=path, check=True, capture_output=True)
 
 
