@@ -16,7 +16,7 @@ from nanochat.checkpoint.on_disk import MODEL, find_checkpoint
 from nanochat.common import BadInput, expand_path, flag, is_disk_full, not_empty, read_flags, run_script
 from nanochat.data.tokenizer import TokenizerFlags
 from nanochat.device.ranks import Dist
-from nanochat.export import export, model_card
+from nanochat.export import export, llama, model_card
 from nanochat.infer.load import load_model
 from nanochat.record.history import read_run
 
@@ -58,7 +58,7 @@ def main(argv=None):
                 card = model_card.write_card(
                     path.parent.name, model, meta, run=metrics_until(path, meta.step),
                     manifest=model_card.find_manifest(meta), is_scaled=export.is_scaled(model))
-                export.write_for_transformers(folder, model, tokenizer, card)
+                export.write_for_transformers(folder, path, model, tokenizer, meta, card)
     except (OSError, UnicodeError, SafetensorError) as error:
         if is_disk_full(error):
             raise  # run_script says so
@@ -66,7 +66,7 @@ def main(argv=None):
     print(f"{path} (step {meta.step}) is exported to {out}")
     if flags.format == "transformers":
         trust = ", trust_remote_code=True" if export.is_scaled(model) else ""
-        print(f'Load it with AutoModelForCausalLM.from_pretrained("{out}"{trust}); {out / export.CARD} says more.')
+        print(f'Load it with AutoModelForCausalLM.from_pretrained("{out}"{trust}); {out / llama.CARD} says more.')
 
 
 def metrics_until(path, step):

@@ -1,7 +1,8 @@
 """Writes a checkpoint as files for other programs: safetensors, and a folder for Hugging Face's transformers.
 
-Neither needs transformers. A model without a scaled residual stream, windows, shifted keys, gates and value embeddings
-is a `nanochat` of transformers. Any other needs modeling_nanochat_scaled.py, which is copied beside it.
+Neither needs transformers. A model of the Llama family is one of transformers' own (llama.py). A GPT without a scaled
+residual stream, windows, shifted keys, gates and value embeddings is a `nanochat` of transformers. Any other needs
+modeling_nanochat_scaled.py, which is copied beside it.
 """
 import contextlib
 import json
@@ -18,6 +19,7 @@ from nanochat.checkpoint.on_disk import SUMS, sums_text, sync_to_disk
 from nanochat.checkpoint.pieces import save_tensors
 from nanochat.common import BadInput
 from nanochat.data.hub_tokenizer import HubTokenizer, byte_of_character
+from nanochat.export import llama
 from nanochat.kernels.choose import get_kernels
 from nanochat.model import logit_cap
 from nanochat.model.layers import NORM_EPS
@@ -25,8 +27,7 @@ from nanochat.model.tiny import require_unchanged
 
 CODE = "modeling_nanochat_scaled"
 MODEL = "model.safetensors"
-CARD = "README.md"
-FILES = {MODEL, CARD, SUMS, f"{CODE}.py", "config.json", "generation_config.json", "tokenizer.json",
+FILES = {MODEL, llama.CARD, SUMS, f"{CODE}.py", "config.json", "generation_config.json", "tokenizer.json",
          "tokenizer_config.json"}
 # The names of a layer's weights in transformers, for those of weights.WEIGHTS.
 LAYER_NAMES = {"resid_scale": "resid_scale", "x0_scale": "x0_scale",
@@ -47,8 +48,14 @@ def check_copy():
                       f"transformers: change nanochat/export/{CODE}.py, too, and then LOGITS in nanochat/model/tiny.py")
 
 
+def is_llama(model):
+    return model.config.arch == "llama"
+
+
 def check_exportable(model):
-    """Raises BadInput if the GPT has parts that the files cannot express."""
+    """Raises BadInput if the model has parts that the files cannot express."""
+    if is_llama(model):  # of which transformers computes every one
+        return
     if 1 in model.config.windows():
         raise BadInput("--checkpoint has windows of 1 position, with which transformers' cache gives wrong results")
     unknown = sorted(model.state_dict().keys() - LAYER_NAMES.keys() - OTHER_NAMES.keys())
@@ -61,7 +68,9 @@ def check_exportable(model):
 
 
 def is_scaled(model):
-    """Returns whether the GPT is more than the `nanochat` of transformers."""
+    """Returns whether the model is a GPT that is more than the `nanochat` of transformers."""
+    if is_llama(model):
+        return False
     config = model.config
     has_scales = bool((model.resid_scale != 1).any() or (model.x0_scale != 0).any())
     has_other_cap = model.logit_cap.for_transformers().keys() != {"final_logit_softcapping"}
@@ -69,8 +78,10 @@ def is_scaled(model):
                 or config.has_values)
 
 
-def weights(model):
-    """Returns the weights of the GPT by their names in transformers, {name: tensor}."""
+def weights(model, meta):
+    """Returns the weights of a model by their names in transformers, {name: tensor}."""
+    if is_llama(model):
+        return llama.weights(model, meta)
     state = model.state_dict()
     named = {theirs: state[ours] for ours, theirs in OTHER_NAMES.items() if ours in state}
     for ours, theirs in LAYER_NAMES.items():
@@ -85,6 +96,8 @@ def weights(model):
 def config_json(model, tokenizer):
     """Returns the object of transformers' config.json."""
     config = model.config
+    if is_llama(model):
+        return llama.config_json(config) | special_ids(tokenizer)
     windows = config.windows()
     found = {
         "architectures": ["NanoChatForCausalLM"],
@@ -141,24 +154,34 @@ def tokenizer_config(tokenizer, max_seq_len):
     return found
 
 
-def write_for_transformers(folder, model, tokenizer, card):
-    """Writes the files of AutoModelForCausalLM and AutoTokenizer, the text `card`, and the checksums of all files."""
+def write_for_transformers(folder, path, model, tokenizer, meta, card):
+    """Writes the files of AutoModelForCausalLM and AutoTokenizer, and the checksums of all files. path: of the
+    checkpoint, with its Meta; card: from model_card.write_card. What came with imported weights goes on as it was."""
+    if meta.source:
+        for name, content in llama.small_files(path).items():
+            (folder / name).write_bytes(content)
+    else:
+        _write_small_files(folder, model, tokenizer)
+    with open(folder / llama.CARD, "a", encoding="utf-8") as file:
+        file.write(card)
+    if is_scaled(model):
+        shutil.copy(Path(__file__).with_name(f"{CODE}.py"), folder)
+    save_tensors(weights(model, meta), folder / MODEL, {"format": "pt"})
+    (folder / SUMS).write_text(sums_text(sorted(folder.iterdir())))
+
+
+def _write_small_files(folder, model, tokenizer):
     configs = {"config.json": config_json(model, tokenizer),
                "generation_config.json": special_ids(tokenizer),
                "tokenizer_config.json": tokenizer_config(tokenizer, model.config.max_seq_len)}
     for name, found in configs.items():
         (folder / name).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     (folder / "tokenizer.json").write_text(tokenizer_json(tokenizer), encoding="utf-8")
-    (folder / CARD).write_text(card, encoding="utf-8")
-    if is_scaled(model):
-        shutil.copy(Path(__file__).with_name(f"{CODE}.py"), folder)
-    save_tensors(weights(model), folder / MODEL, {"format": "pt"})
-    (folder / SUMS).write_text(sums_text(sorted(folder.iterdir())))
 
 
 def write_safetensors(folder, model, meta):
-    """Writes the weights to `folder`/MODEL. Its header holds the GPTConfig as JSON, the step, the tokenizer's hash."""
-    save_tensors(weights(model), folder / MODEL, {
+    """Writes the weights to `folder`/MODEL. Its header holds the config as JSON, the step, the tokenizer's hash."""
+    save_tensors(weights(model, meta), folder / MODEL, {
         "format": "pt", "config": json.dumps(asdict(model.config)), "step": str(meta.step),
         "tokenizer_sha256": meta.tokenizer_sha256})
 
@@ -182,7 +205,7 @@ def _is_export(out):
     """Returns whether this module wrote the folder or file, and nobody added anything."""
     if out.is_dir():
         found = {path.name for path in out.iterdir()}
-        return SUMS in found and found <= FILES
+        return SUMS in found and all(name in FILES or llama.matches(name, llama.SMALL_FILES) for name in found)
     try:
         with safe_open(out, "pt") as file:
             return "tokenizer_sha256" in (file.metadata() or {})

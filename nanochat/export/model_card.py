@@ -7,7 +7,7 @@ from pathlib import Path
 
 from nanochat.common import BadInput, get_base_dir
 from nanochat.data.shards import DEFAULT_DIRS, fingerprint, open_text, saved_text_flags
-from nanochat.model.models import CONFIG_FLAGS
+from nanochat.model.models import CONFIG_FLAGS, describe
 from nanochat.model.rates import OptimConfig
 
 MANIFEST = "manifest.json"  # of scripts/prepare_data.py
@@ -18,6 +18,7 @@ RECIPE = (*CONFIG_FLAGS, "num_iterations", "target_param_data_ratio", "total_bat
 OTHER_MODELS = ("teacher", "init_from", "decay_from")  # flags that name one
 OF_TEACHER = ("kd_weight", "kd_temperature")
 SHOWN = {"val_bpb": "validation, bits per byte", "fim_bpb": "middles, bits per byte", "loss": "loss, nats a token"}
+PARTS = {"gpt": "QK-norm, ReLU², RMSNorm without parameters", "llama": "SwiGLU, RMSNorm with weights"}
 CARD = """\
 ---
 library_name: transformers
@@ -28,7 +29,7 @@ tags: [code, cpp]
 # {name}
 
 A base model of {parameters:,} parameters for C and C++, pre-trained with nanochat-tpu (step {step:,}): {architecture}.
-Besides: rotary positions, QK-norm, ReLU², RMSNorm without parameters, a byte-level BPE, weights in fp32.
+Besides: rotary positions, {parts}, a byte-level BPE, weights in fp32.
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer  # 5.23.0 is tested
@@ -61,6 +62,19 @@ print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0]))
 - It may repeat text of its training, to which that text's licence applies.
 - The person who publishes these weights must state their licence: nothing here states it.
 """
+SINCE_IMPORT = """
+
+# {name}: trained on with nanochat-tpu
+
+These weights began with those of {model}, whose card is above. The licence that it states is {licence}. Then followed
+{step:,} steps of training for C and C++. Last metrics: {metrics}. Recipe:
+
+```
+{command}
+```
+
+{data}
+"""
 
 
 def find_manifest(meta):
@@ -78,15 +92,20 @@ def find_manifest(meta):
 
 
 def write_card(name, model, meta, *, run, manifest, is_scaled):
-    """Returns the text of the card. run: the History up to the checkpoint, or None; manifest: of its corpus, or None;
-    is_scaled: whether the folder has its own modeling file."""
+    """Returns the text of the card, or what to add to that of imported weights. run: the History up to the checkpoint,
+    or None; manifest: of its corpus, or None; is_scaled: whether the folder has its own modeling file."""
     data = f"Unknown: the manifest of the corpus was missing at the export. Fingerprint: `{meta.data_fingerprint}`."
+    since = dict(name=name, step=meta.step, metrics=describe_metrics(run) if run else "unknown",
+                 command=describe_recipe(meta), data=describe_data(manifest) if manifest else data)
+    if meta.source and not meta.flags:  # as imported
+        return ""
+    if meta.source:
+        return SINCE_IMPORT.format(**since, model=meta.source["model"], licence=meta.source["licence"] or "none")
     return CARD.format(
-        name=name, parameters=sum(p.numel() for p in model.parameters()), step=meta.step,
-        architecture=model.config.describe(), max_seq_len=model.config.max_seq_len,
+        **since, parameters=sum(p.numel() for p in model.parameters()), architecture=describe(model.config),
+        parts=PARTS[model.config.arch], max_seq_len=model.config.max_seq_len,
         trust=", trust_remote_code=True" if is_scaled else "", fim_rate=meta.flags.get("fim_rate", 0),
-        metrics=describe_metrics(run) if run else "unknown", tokenizer_sha256=meta.tokenizer_sha256,
-        command=describe_recipe(meta), data=describe_data(manifest) if manifest else data)
+        tokenizer_sha256=meta.tokenizer_sha256)
 
 
 def describe_data(manifest):

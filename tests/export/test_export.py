@@ -167,7 +167,7 @@ def test_every_combination_of_the_model_is_exact_in_transformers(tmp_path, byte_
         folder = tmp_path / str(number)
         folder.mkdir()
         export.check_exportable(models[-1])
-        export.write_for_transformers(folder, models[-1], tokenizer, card="")
+        export.write_for_transformers(folder, None, models[-1], tokenizer, make_meta(), card="")
         needs_code = scaled or pattern != "L" or bool(parts)
         assert (folder / f"{export.CODE}.py").exists() == needs_code
         jobs.append({"folder": str(folder), "trusted": needs_code, "ids": ids, "prompt_len": PROMPT_LEN})

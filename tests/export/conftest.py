@@ -1,0 +1,1 @@
+from tests.buckets import bucket, gcloud  # noqa: F401

@@ -1,0 +1,346 @@
+"""A public model becomes a checkpoint and an export again: real models of transformers, whose weights, logits and files
+must come back, and files that lie, which must end in one line."""
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import weakref
+import zipfile
+from unittest import mock
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from nanochat.checkpoint import on_disk
+from nanochat.checkpoint.meta import load_meta
+from nanochat.common import BadInput, get_base_dir
+from nanochat.data.storage import copy_files
+from nanochat.data.tokenizer import load_tokenizer
+from nanochat.device.ranks import Dist
+from nanochat.export import hub
+from nanochat.infer.load import load_model
+from scripts import export, import_hf
+from tests.checkpoint.states import names
+
+transformers = pytest.importorskip("transformers")
+
+CARD = "---\nlanguage: en\nlicense: apache-2.0\n---\n# A model\n"
+SIZES = {"vocab_size": 288, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
+         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "rms_norm_eps": 1e-5,
+         "bos_token_id": 256, "eos_token_id": 256, "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}}
+MODELS = {  # the vocabulary has 257 ids: rows without an id are normal
+    "llama tied": ("Llama", {"tie_word_embeddings": True}, "bfloat16"),
+    "llama, own head": ("Llama", {"head_dim": 24}, "float32"),
+    "llama, half": ("Llama", {"num_key_value_heads": 4}, "float16"),
+    "qwen2": ("Qwen2", {"rms_norm_eps": 1e-6}, "bfloat16"),
+    "qwen2 tied": ("Qwen2", {"tie_word_embeddings": True}, "float32"),
+    "qwen3": ("Qwen3", {"head_dim": 16}, "bfloat16"),
+    "qwen3 tied": ("Qwen3", {"head_dim": 8, "tie_word_embeddings": True}, "float32")}
+
+
+def write_tokenizer(folder):
+    characters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({character: number for number, character in enumerate(characters)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken("<|endoftext|>", special=True, normalized=False)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>", "model_max_length": 64}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=4))
+    (folder / "chat_template.jinja").write_text("{{ messages }}\r\n")
+
+
+def write_model(folder, kind="llama tied", shard="1GB"):
+    """Writes a model with random weights."""
+    family, options, dtype = MODELS[kind]
+    torch.manual_seed(1)
+    config = getattr(transformers, f"{family}Config")(**{**SIZES, **options})
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    for name, weight in model.named_parameters():
+        torch.nn.init.normal_(weight, 1.0 if name.endswith("norm.weight") else 0.0, 0.2)
+    model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size=shard)
+    write_tokenizer(folder)
+    (folder / "README.md").write_text(CARD)
+    (folder / "LICENSE").write_text("Apache License\n")
+
+
+@pytest.fixture(scope="module")
+def small_llama(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("small") / "model"
+    write_model(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(small_llama, tmp_path):
+    """A folder with a small Llama, as a copy for each test."""
+    return shutil.copytree(small_llama, tmp_path / "model")
+
+
+def tensors_in(folder):
+    found = {}
+    for path in folder.glob("*.safetensors"):
+        found |= load_file(path)
+    return found
+
+
+def import_to(run, place, *flags):
+    import_hf.main([str(place), f"--run={run}", *flags])
+    return on_disk.latest(get_base_dir() / "checkpoints" / run)
+
+
+@pytest.mark.parametrize("kind, shard", [*((kind, "1GB") for kind in MODELS), ("qwen2", "20KB")])
+def test_import_and_export_give_back_every_bit_and_transformers_logits(tmp_path, base_dir, kind, shard):
+    write_model(tmp_path / "model", kind, shard)
+    if shard == "20KB":
+        assert len(list((tmp_path / "model").glob("*.safetensors"))) > 2
+    path = import_to("imported", tmp_path / "model")
+    assert on_disk.find_problem(path, weights_only=True) is None
+    out = tmp_path / "exported"
+    export.main(["--checkpoint=imported", f"--out={out}"])
+    expected, found = tensors_in(tmp_path / "model"), tensors_in(out)
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
+    same = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
+            "LICENSE", "README.md"}
+    assert same <= set(names(out))
+    for name in same:
+        assert (out / name).read_bytes() == (tmp_path / "model" / name).read_bytes(), name
+
+    ours, tokenizer, meta = load_model(path, Dist("cpu", torch.device("cpu")))
+    assert tokenizer.n_vocab == 257 and meta.source["licence"] == "apache-2.0"
+    ids = torch.randint(257, (2, 50), generator=torch.Generator().manual_seed(2))
+    for folder in (tmp_path / "model", out):
+        theirs, loading = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32,
+                                                                            output_loading_info=True)
+        assert type(theirs).__name__.startswith(MODELS[kind][0]) and not any(loading.values())
+        with torch.no_grad():
+            assert (ours(ids) - theirs(ids).logits).abs().max() < 1e-5
+
+
+def test_an_import_holds_one_tensor_of_the_source_at_a_time(folder, base_dir):
+    alive = []
+    read = hub.Stored.read
+
+    def watched(self, name):
+        assert sum(each() is not None for each in alive) <= 1
+        tensor = read(self, name)
+        alive.append(weakref.ref(tensor))
+        return tensor
+
+    with mock.patch.object(hub.Stored, "read", watched):
+        import_to("imported", folder)
+    assert len(alive) == len(tensors_in(folder))
+
+
+def change_json(name, **values):
+    def change(folder):
+        found = json.loads((folder / name).read_text()) | values
+        (folder / name).write_text(json.dumps({key: value for key, value in found.items() if value != "gone"}))
+    return change
+
+
+def change_tensors(change):
+    def apply(folder):
+        tensors = load_file(folder / "model.safetensors")
+        change(tensors)
+        save_file({name: tensor.clone() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    return apply
+
+
+def in_config(**values):
+    return change_json("config.json", **values)
+
+
+def shard(folder):
+    """Divides the tensors into two files, and returns their index."""
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    weight_map = {}
+    for number, part in enumerate((sorted(tensors)[:5], sorted(tensors)[5:])):
+        save_file({name: tensors[name] for name in part}, folder / f"model-{number}.safetensors")
+        weight_map |= dict.fromkeys(part, f"model-{number}.safetensors")
+    return weight_map
+
+
+def write_index(folder, weight_map):
+    (folder / hub.INDEX).write_text(json.dumps({"weight_map": weight_map}))
+
+
+def have_a_stale_index(folder):
+    weight_map = shard(folder)
+    write_index(folder, weight_map | {"model.norm.weight": "model-0.safetensors"})
+
+
+def lack_a_shard(folder):
+    write_index(folder, shard(folder))
+    (folder / "model-1.safetensors").unlink()
+
+
+def have_a_tensor_twice(folder):
+    weight_map = shard(folder)
+    first = load_file(folder / "model-0.safetensors")
+    second = load_file(folder / "model-1.safetensors")
+    save_file(first | dict([next(iter(second.items()))]), folder / "model-0.safetensors")
+    write_index(folder, weight_map)
+
+
+def have_only_a_pickle(folder):
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def claim_a_header_of_10_gb(folder):
+    with open(folder / "model.safetensors", "r+b") as file:
+        file.write((10 * 10**9).to_bytes(8, "little"))
+
+
+def link_to(name):
+    def change(folder):
+        (folder / name).rename(folder.parent / "elsewhere")
+        (folder / name).symlink_to("../elsewhere")
+    return change
+
+
+def be_a_pipe(folder):
+    (folder / "model.safetensors").unlink()
+    os.mkfifo(folder / "model.safetensors")
+
+
+def end_early(folder):
+    os.truncate(folder / "model.safetensors", 20_000)
+
+
+def have_more_ids_than_rows(folder):
+    in_config(vocab_size=256)(folder)
+    change_tensors(lambda tensors: tensors.update({EMBEDDING: tensors[EMBEDDING][:256]}))(folder)
+
+
+EMBEDDING, Q = "model.embed_tokens.weight", "model.layers.1.self_attn.q_proj.weight"
+LIES = {
+    "another architecture": (in_config(model_type="mixtral"), ["model_type", "mixtral", "qwen2"]),
+    "another head": (in_config(architectures=["LlamaForSequenceClassification"]), ["LlamaForSequenceClassification"]),
+    "scaled positions": (in_config(rope_parameters={"rope_type": "llama3", "factor": 8.0, "rope_theta": 5e5}),
+                         ["rope_parameters", "llama3"]),
+    "scaled positions of old": (in_config(rope_scaling={"type": "linear", "factor": 2.0}), ["rope_scaling", "linear"]),
+    "no base of positions": (in_config(rope_parameters="gone", rope_theta="gone"), ["rope_theta", "10000"]),
+    "quantized": (in_config(quantization_config={"quant_method": "gptq"}), ["quantization_config", "gptq"]),
+    "biases": (in_config(attention_bias=True), ["attention_bias", "true"]),
+    "biases of the MLP": (in_config(mlp_bias=True), ["mlp_bias"]),
+    "another activation": (in_config(hidden_act="gelu"), ["hidden_act", "gelu"]),
+    "windows": (in_config(use_sliding_window=True, sliding_window=16, max_window_layers=1), ["use_sliding_window"]),
+    "windows of some layers": (in_config(layer_types=["full_attention", "sliding_attention"]), ["layer_types"]),
+    "a size that is none": (in_config(hidden_size="32"), ["hidden_size", '"32"']),
+    "a negative size": (in_config(num_hidden_layers=-3), ["num_hidden_layers", "-3"]),
+    "more positions in a row": (in_config(max_position_embeddings=0), ["max_position_embeddings"]),
+    "no JSON": (lambda folder: (folder / "config.json").write_text("[" * 10**5), ["config.json", "copy it again"]),
+    "no object": (lambda folder: (folder / "config.json").write_text("[1]"), ["config.json", "copy it again"]),
+    "no config": (lambda folder: (folder / "config.json").unlink(), ["config.json", "no"]),
+    "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), ["tokenizer"]),
+    "more ids than rows": (have_more_ids_than_rows, ["256", "vocab_size"]),
+    "another width": (in_config(hidden_size=64, head_dim=8), ["shape", "(288, 32)", "(288, 64)"]),
+    "fewer layers": (in_config(num_hidden_layers=2), ["model.layers.2", "unknown"]),
+    "more layers": (in_config(num_hidden_layers=4), ["model.layers.3", "missing"]),
+    "own head and missing": (in_config(tie_word_embeddings=False), ["lm_head.weight", "missing"]),
+    "tied head that differs": (
+        change_tensors(lambda tensors: tensors.update({"lm_head.weight": 1 + tensors[EMBEDDING]})),
+        ["lm_head", "differs"]),
+    "biases nobody asked for": (change_tensors(
+        lambda tensors: tensors.update({Q.replace("weight", "bias"): torch.zeros(32, dtype=torch.bfloat16)})),
+        ["q_proj.bias", "unknown"]),
+    "NaN": (change_tensors(lambda tensors: tensors[Q].fill_(float("nan"))), [Q, "finite"]),
+    "infinite": (change_tensors(lambda tensors: tensors["model.norm.weight"][:1].fill_(float("-inf"))), ["finite"]),
+    "two dtypes": (change_tensors(lambda tensors: tensors.update({Q: tensors[Q].float()})), ["BF16", "F32"]),
+    "bytes for weights": (change_tensors(
+        lambda tensors: tensors.update({name: tensor.to(torch.int8) for name, tensor in tensors.items()})), ["I8"]),
+    "header of 10 GB": (claim_a_header_of_10_gb, ["model.safetensors", "copy it again"]),
+    "half a file": (end_early, ["model.safetensors", "copy it again"]),
+    "a pipe": (be_a_pipe, ["model.safetensors", "ordinary"]),
+    "only a pickle": (have_only_a_pickle, ["pytorch_model.bin", "pickle"]),
+    "weights elsewhere": (link_to("model.safetensors"), ["model.safetensors", "link"]),
+    "a tokenizer elsewhere": (link_to("tokenizer.json"), ["tokenizer.json", "link"]),
+    "a stale index": (have_a_stale_index, ["model.norm.weight", "model-0.safetensors"]),
+    "both kinds of files": (lambda folder: write_index(folder, {}), ["index.json", "no file"]),
+    "an index out of the folder": (lambda folder: write_index(
+        folder, dict.fromkeys(shard(folder), "../model-0.safetensors")), ["index"]),
+    "a missing shard": (lack_a_shard, ["model-1.safetensors", "none"]),
+    "a tensor twice": (have_a_tensor_twice, ["model-0.safetensors", "model-1.safetensors"]),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_files_that_lie_are_refused_in_one_line_and_leave_nothing(folder, base_dir, lie):
+    change, words = LIES[lie]
+    change(folder)
+    with pytest.raises(BadInput) as error:
+        import_to("imported", folder)
+    assert "\n" not in str(error.value) and all(word in str(error.value) for word in words), error.value
+    assert not (get_base_dir() / "checkpoints" / "imported").exists()
+
+
+def test_what_is_not_of_the_family_is_refused_before_weights_are_read(folder, base_dir):
+    change_json("config.json", model_type="gemma")(folder)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(BadInput, match="gemma"):
+        import_to("imported", folder)
+
+
+def test_what_makes_no_difference_is_taken(folder, base_dir):
+    """A tied head that is there although tied, windows that are switched off, and the names of transformers 4."""
+    change_tensors(lambda tensors: tensors.update({"lm_head.weight": tensors[EMBEDDING]}))(folder)
+    in_config(use_sliding_window=False, sliding_window=16, max_window_layers=1, rope_parameters="gone",
+              rope_theta=5000, rope_scaling=None)(folder)
+    meta = load_meta(import_to("imported", folder, "--max_seq_len=40"))
+    assert meta.config["rope_theta"] == 5000.0 and meta.config["max_seq_len"] == 40
+    assert meta.config["max_positions"] == 64 and meta.source["commit"] == ""
+
+
+def test_the_same_files_make_the_same_checkpoint_and_a_run_is_never_replaced(folder, base_dir):
+    first, second = import_to("first", folder), import_to("second", folder)
+    for name in (on_disk.MODEL, on_disk.SOURCE):
+        assert (first / name).read_bytes() == (second / name).read_bytes()
+    with zipfile.ZipFile(first / on_disk.SOURCE) as file:
+        assert file.read("chat_template.jinja") == b"{{ messages }}\r\n"
+    assert load_tokenizer(checkpoint=first).sha256 == load_meta(first).tokenizer_sha256
+    with pytest.raises(BadInput, match="--run=first has checkpoints"):
+        import_to("first", folder)
+    with pytest.raises(BadInput, match="--run"):
+        import_hf.main([str(folder)])
+    with pytest.raises(BadInput, match="no folder"):
+        import_to("third", folder / "nowhere")
+
+
+KILLED = """
+import os, signal, sys
+from nanochat.export import hub
+from scripts.import_hf import main
+reads, read = [], hub.Stored.read
+def dying(self, name):
+    reads.append(name)
+    if len(reads) == int(sys.argv[1]):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return read(self, name)
+hub.Stored.read = dying
+main(sys.argv[2:])
+"""
+
+
+def test_a_killed_import_leaves_nothing_that_looks_whole_and_the_next_one_succeeds(folder, base_dir):
+    for moment in (1, 20):
+        process = subprocess.run([sys.executable, "-c", KILLED, str(moment), folder, "--run=imported"], timeout=100)
+        assert process.returncode == -signal.SIGKILL
+        assert on_disk.latest(get_base_dir() / "checkpoints" / "imported") is None
+    path = import_to("imported", folder)
+    assert names(path.parent)[-1] == "step_000000" and on_disk.find_problem(path, weights_only=True) is None
+    assert "step_000000.tmp" not in names(path.parent)
+
+
+def test_a_model_in_a_bucket_is_imported(folder, base_dir, bucket):
+    copy_files([(str(path), f"gs://b/models/small/{path.name}") for path in folder.iterdir()])
+    path = import_to("imported", "gs://b/models/small")
+    assert load_meta(path).source["model"] == "small" and ".download" not in names(path.parent)
+    assert load_file(path / on_disk.MODEL)["out_norm"].shape == (32,)
