@@ -125,8 +125,6 @@ class LanguageTask:
 
     def resumed(self, path, meta):
         config = read_language_config(path, meta)
-        if not meta.flags:
-            raise BadInput(f"{path} was imported and holds only weights, so no run can resume: choose another --run")
         require_same(path, {"the hash of the tokenizer": (meta.tokenizer_sha256, self.tokenizer.sha256)})
         if self.data_fingerprint:  # synthetic data has none
             what = "the hash of --data_dir's mixture" if self.flags.data.mixture else "the hash of --data_dir"

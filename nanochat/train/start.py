@@ -57,6 +57,9 @@ def saved_meta(flags, directory):
             meta = load_meta(path)
             if meta.task != "language":  # prepare refuses it
                 return None
+            if not meta.flags:
+                raise BadInput(f"--run={flags.run.run} was imported and holds only weights, so it cannot resume: "
+                               f"choose another --run, with --init_from={flags.run.run}")
             read_language_config(path, meta)
             return meta
     return None

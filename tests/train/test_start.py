@@ -152,6 +152,9 @@ def test_an_imported_model_has_only_weights_to_begin_with(imported, tiny):
     task = make_task(flags, "cpu", 1, run_directory(flags))
     assert task.start.load()[1] is None and task.plan.start.earlier_steps == 0
     assert task.start.describe().endswith("weights of first/step_000008")
+    flags = parse_flags(last_of_each("--run=first", *tiny))
+    with pytest.raises(BadInput, match="holds only weights.*--init_from=first"):
+        prepare(flags, resolve_device_type("cpu"), make_task)
 
 
 def test_a_run_that_begins_with_imported_weights_has_their_tokenizer_and_resumes_with_it(train, tiny, tmp_path):
