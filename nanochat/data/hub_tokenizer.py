@@ -56,6 +56,7 @@ class HubTokenizer:
     def __init__(self, files):
         """files: {name: content} of FILES, as bytes. Raises ValueError, KeyError, TypeError or AttributeError if they
         are damaged, or if text would not come back."""
+        self._files = files
         self.json = files["tokenizer.json"].decode()
         self.sha256 = hashlib.sha256(files["tokenizer.json"]).hexdigest()
         config = json.loads(self.json)
@@ -64,7 +65,7 @@ class HubTokenizer:
         is_byte_level = "ByteLevel" in [step["type"] for step in _steps(config["pre_tokenizer"])]
         self._is_nfc = "NFC" in [step["type"] for step in _steps(config.get("normalizer"))]
         self._library = _library(config, control)
-        vocabulary = self._library.get_vocab()
+        vocabulary = self._library.get_vocab()  # {name: id}
         self.n_vocab = max(vocabulary.values()) + 1
         if self.n_vocab > MOST_IDS:
             raise ValueError(f"it has the id {self.n_vocab - 1}")
@@ -81,9 +82,14 @@ class HubTokenizer:
         self._by_bytes = re.compile("([\udc80-\udcff]+)" if is_byte_level else f"([\udc80-\udcff{SPACE}]+)")
         ids = {name: vocabulary[name] for name in added if name in control}
         self._name_tokens(ids, _json_object(files, "tokenizer_config.json"))
-        ends = _json_object(files, "generation_config.json").get("eos_token_id") or []
-        self.ends = {*ids.values(), *(ends if isinstance(ends, list) else [ends])}  # any of these ends a completion
+        ends = _json_object(files, "generation_config.json").get("eos_token_id")  # an id, a list of them, or null
+        ends = ends if isinstance(ends, list) else [ends]
+        self.ends = {*ids.values(), *ends} - {None}  # any of these ends a completion
         self._require_texts_come_back(added.keys() - control)
+
+    # Ranks on TPU chips get a copy, and the library's own copies would make control tokens of text again.
+    def __reduce__(self):
+        return HubTokenizer, (self._files,)
 
     def _name_tokens(self, ids, config):
         """Sets what begins a document and ends a middle, and gives our names to control tokens. ids: {name: id} of

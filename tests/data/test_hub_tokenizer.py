@@ -1,5 +1,7 @@
 """A tokenizer.json of Hugging Face gives the ids of their library, and text comes back and never becomes control."""
+import copy
 import json
+import pickle
 import random
 from concurrent.futures import ThreadPoolExecutor
 
@@ -55,10 +57,12 @@ def test_ids_of_what_looks_like_control_tokens_are_those_of_transformers(tmp_pat
 
 @pytest.mark.parametrize("make", KINDS)
 def test_text_never_becomes_a_control_token(made, make):
-    """Qwen's for gaps are not marked as special, and the library's own switch leaves them in."""
+    """Qwen's for gaps are not marked as special, and the library's own switch leaves them in. The library forgets that
+    switch in a copy, as another process gets one."""
     theirs, _, ours = made[make]
     ids = ours.encode(CONTROL)
     assert not ours.ends & set(ids) and ours.decode(ids) == CONTROL
+    assert pickle.loads(pickle.dumps(ours)).encode(CONTROL) == copy.deepcopy(ours).encode(CONTROL) == ids
     assert ours.ends & set(theirs.encode(CONTROL).ids)
     [document] = ours.encode_documents([CONTROL])
     assert document.tolist() == [ours.bos_id, *ids] and document.format == "I"
@@ -111,6 +115,17 @@ def test_added_tokens_that_are_text_stay_text(made):
     assert theirs.token_to_id("        ") in ours.encode(text) and theirs.token_to_id("é-word") in ours.encode(text)
     assert ours.decode(ours.encode(text)) == text
     assert ours.token_bytes()[theirs.token_to_id("é-word")] == 7
+
+
+def test_nothing_in_a_file_cuts_pads_or_changes_texts_at_random(made):
+    theirs, config = hub.llama2()
+    expected = hub.HubTokenizer(hub.files_of(theirs, config)).encode(HEADERS[0])
+    theirs.enable_truncation(8)
+    theirs.enable_padding(length=9000)
+    theirs.normalizer = None  # as newer versions of transformers write it
+    theirs.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme="always", split=False)
+    files = changed(hub.files_of(theirs, config), "model", "dropout", to=0.5)
+    assert hub.HubTokenizer(files).encode(HEADERS[0]) == expected
 
 
 def test_threads_share_a_tokenizer_and_long_lines_come_back(made):
