@@ -6,8 +6,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import weakref
 import zipfile
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from unittest import mock
 
 import pytest
@@ -17,14 +19,17 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from nanochat.checkpoint import on_disk
 from nanochat.checkpoint.meta import load_meta
-from nanochat.common import BadInput, get_base_dir
+from nanochat.common import BadInput, Outage, get_base_dir
 from nanochat.data.storage import copy_files
 from nanochat.data.tokenizer import load_tokenizer
 from nanochat.device.ranks import Dist
 from nanochat.export import hub
+from nanochat.export.export import write_for_transformers
 from nanochat.infer.load import load_model
+from nanochat.kernels.choose import get_kernels
+from nanochat.model.llama import Llama, LlamaConfig
 from scripts import export, import_hf
-from tests.checkpoint.states import names
+from tests.checkpoint.states import make_meta, names
 
 transformers = pytest.importorskip("transformers")
 
@@ -121,6 +126,40 @@ def test_import_and_export_give_back_every_bit_and_transformers_logits(tmp_path,
         assert type(theirs).__name__.startswith(MODELS[kind][0]) and not any(loading.values())
         with torch.no_grad():
             assert (ours(ids) - theirs(ids).logits).abs().max() < 1e-5
+
+
+def test_weights_that_were_trained_go_out_in_the_dtype_they_came_in_with_the_licence(folder, base_dir, tmp_path):
+    path = import_to("imported", folder)
+    weights = load_file(path / on_disk.MODEL)
+    weights["mlp_in"] += 1e-3  # in fp32, as a master
+    save_file(weights, path / on_disk.MODEL)
+    change_json(on_disk.META, step=7, flags={"run": "imported", "fim_rate": 0.5})(path)
+    (path / on_disk.SUMS).write_text(
+        on_disk.sums_text([path / name for name in (on_disk.MODEL, on_disk.META, on_disk.SOURCE)]))
+    export.main(["--checkpoint=imported", f"--out={tmp_path}/out"])
+    found = load_file(tmp_path / "out/model.safetensors")
+    assert torch.equal(found["model.layers.2.mlp.up_proj.weight"], weights["mlp_in"][2].bfloat16())
+    card = (tmp_path / "out/README.md").read_text()
+    assert card.startswith(CARD) and "7 steps" in card and "apache-2.0" in card[len(CARD):]
+    assert (tmp_path / "out/config.json").read_bytes() == (folder / "config.json").read_bytes()
+    export.main(["--checkpoint=imported", f"--out={tmp_path}/out", "--force"])  # it is known as an export
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_model_that_began_here_from_nothing_is_a_llama_of_transformers(tmp_path, byte_tokenizer_dir, tied):
+    tokenizer = load_tokenizer(byte_tokenizer_dir)
+    config = LlamaConfig(vocab_size=tokenizer.n_vocab, n_layer=2, max_seq_len=32, n_embd=48, n_head=3, n_kv_head=1,
+                         head_dim=8, mlp_dim=40, tied_head=tied, rope_theta=700.0)
+    ours = Llama(config, get_kernels("current", "cpu")).init_weights(1)
+    write_for_transformers(tmp_path, None, ours, tokenizer, make_meta(), card="")
+    theirs, loading = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert type(theirs).__name__ == "LlamaForCausalLM" and not any(loading.values())
+    ids = torch.randint(256, (1, 32), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        assert (ours(ids) - theirs(ids).logits).abs().max() < 1e-5
+    found = json.loads((tmp_path / "config.json").read_text())  # transformers 4 reads the second of each
+    assert found["rope_parameters"]["rope_theta"] == found["rope_theta"] == 700.0
+    assert found["dtype"] == found["torch_dtype"] == "float32"
 
 
 def test_an_import_holds_one_tensor_of_the_source_at_a_time(folder, base_dir):
@@ -344,3 +383,64 @@ def test_a_model_in_a_bucket_is_imported(folder, base_dir, bucket):
     path = import_to("imported", "gs://b/models/small")
     assert load_meta(path).source["model"] == "small" and ".download" not in names(path.parent)
     assert load_file(path / on_disk.MODEL)["out_norm"].shape == (32,)
+
+
+SHA = "ab" * 20
+
+
+class Hub(BaseHTTPRequestHandler):
+    """What the Hub's client asks for, with the files of `folder` as org/small."""
+    folder = None
+    tokens = set()
+
+    def do_GET(self):
+        self.tokens.add(self.headers.get("Authorization"))
+        path = self.path.partition("?")[0]
+        name = path.rpartition("/")[2]
+        headers = {}
+        if path.startswith(f"/api/models/org/small/tree/{SHA}"):
+            body = json.dumps([{"type": "file", "path": each.name, "size": each.stat().st_size, "oid": "0" * 40}
+                               for each in self.folder.iterdir()]).encode()
+        elif path.startswith("/api/models/org/small"):
+            body = json.dumps({"id": "org/small", "sha": SHA, "siblings": []}).encode()
+        elif path == f"/org/small/resolve/{SHA}/{name}" and (self.folder / name).exists():
+            body = (self.folder / name).read_bytes()
+            headers = {"ETag": f'"{name}"', "X-Repo-Commit": SHA}
+        else:
+            body = b""
+            headers = {"X-Error-Code": "RepoNotFound"}
+        self.send_response(404 if "X-Error-Code" in headers else 200)
+        for key, value in (headers | {"Content-Length": str(len(body))}).items():
+            self.send_header(key, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    do_HEAD = do_GET
+
+    def log_message(self, *args):
+        pass
+
+
+def test_the_hubs_client_fetches_a_model_at_a_commit_which_the_checkpoint_remembers(folder, base_dir):
+    Hub.folder = folder
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    env = os.environ | {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_TOKEN": "hf_secret",
+                        "HF_HUB_DISABLE_XET": "1"}
+
+    def import_from_hub(name):
+        return subprocess.run([sys.executable, "-m", "scripts.import_hf", name, "--run=imported"], env=env,
+                              capture_output=True, text=True, timeout=100)
+
+    refused = import_from_hub("org/none")
+    assert refused.returncode == 2 and "org/none" in refused.stderr and "HF_TOKEN" in refused.stderr
+    assert import_from_hub("org/small").returncode == 0 and "Bearer hf_secret" in Hub.tokens
+    path = on_disk.latest(get_base_dir() / "checkpoints" / "imported")
+    source = load_meta(path).source
+    assert source["model"] == "org/small" and source["commit"] == SHA and source["licence"] == "apache-2.0"
+    assert len(load_file(path / on_disk.MODEL)) == 11 and ".download" not in names(path.parent)
+    server.shutdown()
+    server.server_close()
+    shutil.rmtree(path.parent)
+    assert import_from_hub("org/small").returncode == Outage.status
