@@ -56,7 +56,7 @@ def main(argv=None):
                 export.write_safetensors(folder, model, meta)
             else:
                 card = model_card.write_card(
-                    path.parent.name, model, meta, run=metrics_until(path, meta.step),
+                    path.parent.name, model, meta, tokenizer, run=metrics_until(path, meta.step),
                     manifest=model_card.find_manifest(meta), is_scaled=export.is_scaled(model))
                 export.write_for_transformers(folder, path, model, tokenizer, meta, card)
     except (OSError, UnicodeError, SafetensorError) as error:

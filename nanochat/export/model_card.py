@@ -7,6 +7,7 @@ from pathlib import Path
 
 from nanochat.common import BadInput, get_base_dir
 from nanochat.data.shards import DEFAULT_DIRS, fingerprint, open_text, saved_text_flags
+from nanochat.data.tokenizer import FIM_TOKENS
 from nanochat.model.models import CONFIG_FLAGS, describe
 from nanochat.model.rates import OptimConfig
 
@@ -42,8 +43,7 @@ print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0]))
 ```
 
 - `trust_remote_code=True`, where it stands, runs this folder's code for what transformers' own NanoChat lacks.
-- Fill in the middle: `<|fim_prefix|>text before<|fim_suffix|>text after<|fim_middle|>`. `<|file_sep|>` ends the middle.
-  The share of documents that had this form in training: {fim_rate:g}.
+- {gaps}
 - Last metrics: {metrics}.
 - Tokenizer: sha256 `{tokenizer_sha256}`. Recipe:
 
@@ -67,7 +67,7 @@ SINCE_IMPORT = """
 # {name}: trained on with nanochat-tpu
 
 These weights began with those of {model}, whose card is above. The licence that it states is {licence}. Then followed
-{step:,} steps of training for C and C++. Last metrics: {metrics}. Recipe:
+{step:,} steps of training for C and C++. {gaps} Last metrics: {metrics}. Recipe:
 
 ```
 {command}
@@ -91,12 +91,13 @@ def find_manifest(meta):
         return None
 
 
-def write_card(name, model, meta, *, run, manifest, is_scaled):
+def write_card(name, model, meta, tokenizer, *, run, manifest, is_scaled):
     """Returns the text of the card, or what to add to that of imported weights. run: the History up to the checkpoint,
     or None; manifest: of its corpus, or None; is_scaled: whether the folder has its own modeling file."""
     data = f"Unknown: the manifest of the corpus was missing at the export. Fingerprint: `{meta.data_fingerprint}`."
     since = dict(name=name, step=meta.step, metrics=describe_metrics(run) if run else "unknown",
-                 command=describe_recipe(meta), data=describe_data(manifest) if manifest else data)
+                 gaps=describe_gaps(tokenizer, meta.flags.get("fim_rate", 0)), command=describe_recipe(meta),
+                 data=describe_data(manifest) if manifest else data)
     if meta.source and not meta.flags:  # as imported
         return ""
     if meta.source:
@@ -104,8 +105,17 @@ def write_card(name, model, meta, *, run, manifest, is_scaled):
     return CARD.format(
         **since, parameters=sum(p.numel() for p in model.parameters()), architecture=describe(model.config),
         parts=PARTS[model.config.arch], max_seq_len=model.config.max_seq_len,
-        trust=", trust_remote_code=True" if is_scaled else "", fim_rate=meta.flags.get("fim_rate", 0),
-        tokenizer_sha256=meta.tokenizer_sha256)
+        trust=", trust_remote_code=True" if is_scaled else "", tokenizer_sha256=meta.tokenizer_sha256)
+
+
+def describe_gaps(tokenizer, share):
+    """Returns how to fill in the middle, in the tokenizer's own names. share: of the documents of the training."""
+    if not share:
+        return "This training was not for filling in the middle."
+    prefix, suffix, middle = (tokenizer.decode([tokenizer.special(name)]) for name in FIM_TOKENS[:3])
+    return (f"Fill in the middle: `{prefix}text before{suffix}text after{middle}`. "
+            f"`{tokenizer.decode([tokenizer.middle_end])}` ends the middle. The share of documents that had this form "
+            f"in training: {share:g}.")
 
 
 def describe_data(manifest):

@@ -255,7 +255,7 @@ def test_the_card_says_what_is_known(tmp_path, run, trained, byte_tokenizer_dir)
     card = (tmp_path / "out" / "README.md").read_text()
     for text in ("# a_run\n", "| fmt | 9 | 8 | MIT: 5, GPL-2 \\| GPL-3: 3 |", "out: held", "7 files with 700 b",
                  "validation, bits per byte 2.0000 (step 20)", "loss, nats a token 7.0000 (step 20).",
-                 "--depth=2", "form in training: 0."):
+                 "--depth=2", "not for filling in the middle."):
         assert text in card
     assert "BSD-3-Clause" not in card
     assert names(tmp_path / "out") == sorted(export.FILES)

@@ -6,6 +6,7 @@ import pytest
 
 from nanochat.data.tokenizer import load_tokenizer
 from nanochat.export import export
+from nanochat.export.model_card import describe_gaps
 from scripts.tok_train import PATTERN
 from tests.data import hub
 from tests.data.headers import HEADERS
@@ -21,6 +22,14 @@ def test_an_exported_tokenizer_is_read_back_with_the_same_ids_and_borders(tmp_pa
     for name in ("n_vocab", "bos_id", "middle_end", "ends"):
         assert getattr(again, name) == getattr(shipped, name)
     assert again.tokens() == shipped.tokens() and again.token_bytes().equal(shipped.token_bytes())
+
+
+def test_the_card_says_how_to_fill_gaps_in_the_names_of_the_tokenizer():
+    card = describe_gaps(hub.hub_tokenizer(hub.smollm2), 0.5)
+    assert "`<jupyter_start>text before<jupyter_text>text after<jupyter_code>`. `<file_sep>` ends" in card
+    assert "<|fim_middle|>`. `<|endoftext|>` ends" in describe_gaps(hub.hub_tokenizer(hub.qwen), 0.5)
+    assert "<|fim_middle|>`. `<|file_sep|>` ends" in describe_gaps(load_tokenizer(), 0.5)
+    assert "not for filling" in describe_gaps(hub.hub_tokenizer(hub.llama3), 0.0)
 
 
 def test_a_tokenizer_of_the_library_is_written_as_it_was(tmp_path):
