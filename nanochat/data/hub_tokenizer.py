@@ -81,11 +81,12 @@ class HubTokenizer:
         self._byte_ids = {byte: self._tokens[bytes([byte])] for byte in range(256) if bytes([byte]) in self._tokens}
         self._by_bytes = re.compile("([\udc80-\udcff]+)" if is_byte_level else f"([\udc80-\udcff{SPACE}]+)")
         ids = {name: vocabulary[name] for name in added if name in control}
+        self._control = {*ids.values()}
         self._name_tokens(ids, _json_object(files, "tokenizer_config.json"))
         ends = _json_object(files, "generation_config.json").get("eos_token_id")  # an id, a list of them, or null
         ends = ends if isinstance(ends, list) else [ends]
-        self.ends = {*ids.values(), *ends} - {None}  # any of these ends a completion
-        self._require_texts_come_back(added.keys() - control)
+        self.ends = {*self._control, *ends} - {None}  # any of these ends a completion
+        self._require_texts_come_back(added)
 
     # Ranks on TPU chips get a copy, and the library's own copies would make control tokens of text again.
     def __reduce__(self):
@@ -174,13 +175,12 @@ class HubTokenizer:
     def token_bytes(self):
         """Returns the number of bytes of each token, int32 (n_vocab,). Special tokens have 0."""
         import torch
-        counts = torch.zeros(self.n_vocab, dtype=torch.int32)
-        for piece, number in self._tokens.items():
-            counts[number] = len(piece)
-        return counts
+        counts = [0 if number in self._control else len(piece) for number, piece in enumerate(self._pieces)]
+        return torch.tensor(counts, dtype=torch.int32)
 
     def _require_texts_come_back(self, added):
-        """Raises ValueError unless text comes back, apart from `losses`. added: tokens that are cut out of it."""
+        """Raises ValueError unless text comes back, apart from `losses`, and is no control token. added: the names of
+        added tokens."""
         missing = bytes({*range(256)} - self._byte_ids.keys())
         if not RARE.issuperset(missing):
             raise ValueError(f"it has no token of the byte 0x{min({*missing} - RARE):02x}")
@@ -188,6 +188,9 @@ class HubTokenizer:
             kept = tokenizers.normalizers.NFC().normalize_str(text) if self._is_nfc else text
             if self.decode_bytes(self.encode(text)) != kept.encode().translate(None, missing):
                 raise ValueError("text would not come back from its tokens")
+        for name in added:
+            if self._control.intersection(self.encode(name)):
+                raise ValueError(f"the text {name} would become a control token")
 
 
 def _library(config, control):

@@ -104,6 +104,7 @@ def test_the_bytes_of_each_token_are_counted(made, make):
     for text in TEXTS:
         assert counts[ours.encode(text)].sum() == len(ours.decode_bytes(ours.encode(text)))
     assert counts[sorted(ours.ends)].sum() == 0 and len(counts) == ours.n_vocab
+    assert (counts == 0).sum() == len(ours.ends) + len(ours.holes)
     assert all(ours.decode_bytes([number]) == piece for piece, number in ours.tokens().items())
 
 
@@ -155,10 +156,10 @@ def test_what_begins_a_document_begins_a_prompt_and_every_control_token_ends(mad
     assert {bos, *map(theirs.token_to_id, others)} <= ours.ends and not ours.ends & set(ours.tokens().values())
 
 
-def test_ends_of_generation_config_end_too():
-    for ends in (7, [7, 9]):
-        assert 7 in hub.hub_tokenizer(hub.qwen, eos_token_id=ends).ends
-    assert hub.hub_tokenizer(hub.qwen, eos_token_id=None).ends == hub.hub_tokenizer(hub.qwen).ends
+def test_ends_of_generation_config_end_too(made):
+    theirs, config, ours = made[hub.qwen]
+    for ends, more in ((7, {7}), ([0, 9], {0, 9}), (0, {0}), (None, set())):
+        assert hub.HubTokenizer(hub.files_of(theirs, config, eos_token_id=ends)).ends == ours.ends | more
 
 
 def test_a_bos_token_of_another_name_is_found_in_the_config():
@@ -227,16 +228,16 @@ def save_checkpoint(folder, files):
     return folder
 
 
-def test_it_is_found_in_a_folder_and_in_a_checkpoint_of_imported_weights(tmp_path, base_dir):
-    files = hub.files_of(*hub.qwen(), eos_token_id=[5, 900])
+def test_it_is_found_in_a_folder_and_in_a_checkpoint_of_imported_weights(tmp_path, made, base_dir):
+    files = hub.files_of(*made[hub.qwen][:2], eos_token_id=[5, 900])
     (base_dir / "tokenizer").mkdir(parents=True)
     checkpoint = save_checkpoint(tmp_path / "step_000000", files)
     of_source = load_tokenizer(checkpoint=checkpoint)
     of_folder = load_tokenizer(save(tmp_path / "folder", files))
-    save(base_dir / "tokenizer", hub.files_of(*hub.llama3()))
+    save(base_dir / "tokenizer", hub.files_of(*made[hub.llama3][:2]))
     assert of_source.sha256 == of_folder.sha256 != load_tokenizer().sha256
     assert of_source.ends == of_folder.ends and 5 in of_folder.ends
-    assert of_folder.sha256 == hub.hub_tokenizer(hub.qwen).sha256
+    assert of_folder.sha256 == made[hub.qwen][2].sha256
     assert load_tokenizer(base_dir / "tokenizer", checkpoint).sha256 == load_tokenizer().sha256
     assert load_tokenizer(checkpoint=tmp_path / "folder").sha256 == load_tokenizer().sha256
 
@@ -266,8 +267,8 @@ def changed(files, *path, to):
     (["added_tokens"], [5], ""),
     (["pre_tokenizer"], {"type": "Sequence"}, ""),
 ])
-def test_what_cannot_be_used_is_refused_in_one_line(tmp_path, path, to, reason):
-    files = hub.files_of(*hub.qwen())
+def test_what_cannot_be_used_is_refused_in_one_line(tmp_path, made, path, to, reason):
+    files = hub.files_of(*made[hub.qwen][:2])
     with pytest.raises(BadInput) as error:
         load_tokenizer(save(tmp_path, changed(files, *path, to=to)))
     message = str(error.value)
@@ -285,16 +286,26 @@ def test_garbage_in_a_checkpoint_is_bad_input(tmp_path, content):
         load_tokenizer(checkpoint=checkpoint)
 
 
-def test_a_damaged_file_never_ends_in_a_panic(tmp_path):
-    content = bytearray(hub.files_of(*hub.llama3())["tokenizer.json"])
+def test_a_damaged_file_never_ends_in_a_panic(tmp_path, made):
+    content = hub.files_of(*made[hub.llama3][:2])["tokenizer.json"]
     rng = random.Random(0)
-    for number in range(40):
+    for number in range(20):
         damaged = bytearray(content)
         damaged[rng.randrange(len(damaged))] = rng.randrange(256)
         try:
             load_tokenizer(save(tmp_path / str(number), {"tokenizer.json": bytes(damaged)}))
         except BadInput:
             pass
+
+
+def test_text_that_would_become_a_control_token_is_refused(made):
+    """Llama 2's <s> has no merges; here it does."""
+    files = hub.files_of(*made[hub.llama2][:2])
+    config = json.loads(files["tokenizer.json"])
+    config["model"]["vocab"]["<s"] = 900
+    config["model"]["merges"] = [["<", "s"], ["<s", ">"], *config["model"]["merges"]]
+    with pytest.raises(ValueError, match="<s> would become a control token"):
+        hub.HubTokenizer({**files, "tokenizer.json": json.dumps(config).encode()})
 
 
 def test_one_over_our_own_is_named(tmp_path, byte_tokenizer_dir):
