@@ -16,7 +16,7 @@ from nanochat.model.weights import Rate, Start, Weight
 BETAS = (0.9, 0.95)
 WEIGHT_DECAY = 0.1  # of matrices and tables, times the learning rate, in each step
 FRESH_LR = 6e-4  # of a model that begins from nothing
-BEGUN_LR = 3e-5  # of one that begins with trained weights (dev/log compares 1e-5, 3e-5 and 1e-4)
+BEGUN_LR = 3e-5  # of one that begins with trained weights: Qwen's makers name it as the most, for 7B (QwenLM/Qwen#784)
 
 RANDOM = Start(normal=0.02)  # as transformers begins
 ONES = Start.at(1.0)

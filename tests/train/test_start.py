@@ -23,7 +23,7 @@ from nanochat.train.prepare import prepare, run_directory
 from nanochat.train.start import as_begun, run_tokenizer, with_start
 from scripts.base_train import main
 from tests.checkpoint.states import make_meta
-from tests.conftest import add_records, last_of_each
+from tests.conftest import LLAMA, add_records, last_of_each
 from tests.data.hub import files_of, hub_tokenizer, qwen, smollm2, zipped
 
 
@@ -85,6 +85,15 @@ def test_the_rates_of_a_run_that_begins_with_weights_do_not_depend_on_its_length
     assert halved.matrix_lr == scratch.matrix_lr / 2
     assert {name: rule.lr for name, rule in halved.adam.items()} == {
         name: rule.lr / 2 for name, rule in scratch.adam.items()}
+
+
+def test_fifty_steps_with_the_usual_rates_unlearn_nothing_of_trained_weights_of_the_llama_family(train):
+    flags = *LLAMA, "--device_type=cpu", "--num_iterations=50", "--eval_every=50", "--save_every=50"
+    begun = train(*flags, "--lr_scale=10", run="begun")
+    assert begun.bpb[50] < 0.7 * begun.bpb[0]
+    further = train(*flags, "--init_from=begun", run="further")
+    assert further.bpb[0] == pytest.approx(begun.bpb[50], rel=1e-5)
+    assert further.bpb[50] < 1.02 * further.bpb[0]
 
 
 def test_a_new_machine_resumes_from_the_mirror_without_the_run_that_it_began_with(train, first, tmp_path):
