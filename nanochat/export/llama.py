@@ -67,11 +67,11 @@ def read_config(found, max_seq_len=None):
             raise BadInput(f"{key} is {_shown(value)}, and must be a number above 0")
         return of(value)
 
-    rope = found.get("rope_parameters") or found
-    if rope.get("rope_theta") is None:
+    base = (found.get("rope_parameters") or {}).get("rope_theta") or found.get("rope_theta")
+    if base is None:
         raise BadInput("there is no rope_theta, in rope_parameters or beside: its makers say which, older models have "
                        "10000.0. Add it to a copy of the file")
-    found = found | {"rope_theta": rope["rope_theta"]}
+    found = found | {"rope_theta": base}
     heads, width = number("num_attention_heads"), number("hidden_size")
     # Llama and Qwen2 leave these out where they follow from others; Qwen3 has other defaults, and never does.
     head_dim = number("head_dim", None if kind == "qwen3" else width // heads)
@@ -96,6 +96,7 @@ def _require_plain(found, kind):
         "quantization_config": not found.get("quantization_config"),
         "rope_scaling": _is_plain_rope(found.get("rope_scaling")),
         "rope_parameters": _is_plain_rope(found.get("rope_parameters")),
+        "partial_rotary_factor": found.get("partial_rotary_factor") in (None, 1),
         "use_sliding_window": not has_windows or found.get("max_window_layers", 28) >= found["num_hidden_layers"],
         "layer_types": set(found.get("layer_types") or ()) <= {"full_attention"},
     }
@@ -107,7 +108,7 @@ def _require_plain(found, kind):
 
 def _is_plain_rope(rope):
     """Returns whether rotary positions are neither scaled nor partial, nor different from layer to layer."""
-    return not rope or rope.get("rope_type", rope.get("type")) == "default" and rope.keys() <= {
+    return not rope or rope.get("rope_type", rope.get("type", "default")) == "default" and rope.keys() <= {
         "rope_type", "type", "rope_theta"}
 
 

@@ -25,6 +25,7 @@ from nanochat.data.tokenizer import load_tokenizer
 from nanochat.device.ranks import Dist
 from nanochat.export import hub
 from nanochat.export.export import write_for_transformers
+from nanochat.export.llama import read_config
 from nanochat.infer.load import load_model
 from nanochat.kernels.choose import get_kernels
 from nanochat.model.llama import Llama, LlamaConfig
@@ -133,7 +134,7 @@ def test_weights_that_were_trained_go_out_in_the_dtype_they_came_in_with_the_lic
     weights = load_file(path / on_disk.MODEL)
     weights["mlp_in"] += 1e-3  # in fp32, as a master
     save_file(weights, path / on_disk.MODEL)
-    change_json(on_disk.META, step=7, flags={"run": "imported", "fim_rate": 0.5})(path)
+    change_json(on_disk.META, step=7, flags={"run": "imported"})(path)
     (path / on_disk.SUMS).write_text(
         on_disk.sums_text([path / name for name in (on_disk.MODEL, on_disk.META, on_disk.SOURCE)]))
     export.main(["--checkpoint=imported", f"--out={tmp_path}/out"])
@@ -266,6 +267,7 @@ LIES = {
     "scaled positions": (in_config(rope_parameters={"rope_type": "llama3", "factor": 8.0, "rope_theta": 5e5}),
                          ["rope_parameters", "llama3"]),
     "scaled positions of old": (in_config(rope_scaling={"type": "linear", "factor": 2.0}), ["rope_scaling", "linear"]),
+    "positions of some channels": (in_config(partial_rotary_factor=0.5), ["partial_rotary_factor", "0.5"]),
     "no base of positions": (in_config(rope_parameters="gone", rope_theta="gone"), ["rope_theta", "10000"]),
     "quantized": (in_config(quantization_config={"quant_method": "gptq"}), ["quantization_config", "gptq"]),
     "biases": (in_config(attention_bias=True), ["attention_bias", "true"]),
@@ -336,6 +338,9 @@ def test_what_makes_no_difference_is_taken(folder, base_dir):
     meta = load_meta(import_to("imported", folder, "--max_seq_len=40"))
     assert meta.config["rope_theta"] == 5000.0 and meta.config["max_seq_len"] == 40
     assert meta.config["max_positions"] == 64 and meta.source["commit"] == ""
+    found = json.loads((folder / "config.json").read_text())
+    for rope in ({"rope_theta": 5000.0}, {"type": "default", "rope_theta": 5000}, {"rope_type": "default"}):
+        assert read_config(found | {"rope_parameters": rope}).rope_theta == 5000.0
 
 
 def test_the_same_files_make_the_same_checkpoint_and_a_run_is_never_replaced(folder, base_dir):
