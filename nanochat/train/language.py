@@ -16,7 +16,7 @@ from nanochat.data.lanes import PADDING
 from nanochat.data.loader import DataLoader, Rows, SyntheticLoader
 from nanochat.data.mixture import MixtureLoader, open_mixture
 from nanochat.data.shards import open_text
-from nanochat.data.tokenizer import Tokenizer
+from nanochat.data.tokenizer import Tokenizer, load_tokenizer
 from nanochat.device.ranks import print0
 from nanochat.infer.engine import Engine
 from nanochat.infer.loss_eval import HeldOutRows, NotRead, bits_per_byte, with_suffixes
@@ -125,15 +125,18 @@ class LanguageTask:
 
     def resumed(self, path, meta):
         config = read_language_config(path, meta)
-        require_same(path, {"the hash of the tokenizer": (meta.tokenizer_sha256, self.tokenizer.sha256)})
+        tokenizer = self.tokenizer
+        if meta.source:  # a new machine has the tokenizer only now, from the mirror
+            tokenizer = load_tokenizer(self.flags.data.tokenizer_dir, path)
+        require_same(path, {"the hash of the tokenizer": (meta.tokenizer_sha256, tokenizer.sha256)})
         if self.data_fingerprint:  # synthetic data has none
             what = "the hash of --data_dir's mixture" if self.flags.data.mixture else "the hash of --data_dir"
             require_same(path, {what: (meta.data_fingerprint, self.data_fingerprint)})
         require_as_saved(self.given, config, path)
         flags = as_begun(self.flags, meta).settled(config)
         require_same_rows(path, meta, flags)
-        plan = make_plan(flags, self.tokenizer.n_vocab, self.plan.device_type, self.plan.world_size, meta)
-        return replace(self, flags=flags, plan=plan, start=None, **imported(path, meta))
+        plan = make_plan(flags, tokenizer.n_vocab, self.plan.device_type, self.plan.world_size, meta)
+        return replace(self, flags=flags, plan=plan, tokenizer=tokenizer, start=None, **imported(path, meta))
 
     def state_bytes(self):
         optimizer = make_optimizer(self.plan, self.plan.config.new_model.on_meta(self.plan.config))

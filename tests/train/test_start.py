@@ -11,7 +11,7 @@ from nanochat.checkpoint import on_disk
 from nanochat.checkpoint.meta import load_meta
 from nanochat.checkpoint.saver import save_checkpoint
 from nanochat.common import BadInput, get_base_dir
-from nanochat.data.tokenizer import SHIPPED_DIR
+from nanochat.data.tokenizer import SHIPPED_DIR, load_tokenizer
 from nanochat.device.ranks import Dist, resolve_device_type
 from nanochat.infer.load import load_model
 from nanochat.kernels.choose import get_kernels
@@ -166,28 +166,37 @@ def test_an_imported_model_has_only_weights_to_begin_with(imported, tiny):
         prepare(flags, resolve_device_type("cpu"), make_task)
 
 
-def test_a_run_that_begins_with_imported_weights_has_their_tokenizer_and_resumes_with_it(train, tiny, tmp_path):
+# Flags of `tiny` that imported weights bring, or that are for the other model
+WITHOUT = ("depth", "model_dim", "num_heads", "max_seq_len", "tokenizer_dir", "matrix_lr", "embedding_lr",
+           "unembedding_lr", "scalar_lr")
+
+
+@pytest.fixture
+def hub_model(tmp_path):
+    """The path of a checkpoint of imported weights, with three more rows than its tokenizer has ids."""
     tokenizer = hub_tokenizer(qwen)
     config = LlamaConfig(vocab_size=tokenizer.n_vocab + 3, n_layer=1, max_seq_len=64, max_positions=64, n_embd=32,
                          n_head=2, n_kv_head=1, head_dim=16, mlp_dim=64)
     model = config.new_model(config, get_kernels("current", "cpu")).init_weights(1)
     source = {"model": "some/coder", "model_type": "qwen2", "dtype": "float32"}
-    path = save_checkpoint(tmp_path / "imported", model.state_dict(), {}, make_meta(
+    return save_checkpoint(tmp_path / "imported", model.state_dict(), {}, make_meta(
         0, config=asdict(config), tokenizer_sha256=tokenizer.sha256, flags={}, rng="", source=source), num_lanes=0,
         source=zipped(files_of(*qwen())))
-    rates = "matrix_lr", "embedding_lr", "unembedding_lr", "scalar_lr"
-    without = ("depth", "model_dim", "num_heads", "max_seq_len", "tokenizer_dir", *rates)
-    flags = [f"--init_from={path}", "--save_every=3"]
-    process = train(*flags, run="second", without=without)
+
+
+def test_a_run_that_begins_with_imported_weights_has_their_tokenizer_and_resumes_with_it(train, hub_model, tiny):
+    tokenizer = load_tokenizer(checkpoint=hub_model)
+    flags = [f"--init_from={hub_model}", "--save_every=3"]
+    process = train(*flags, run="second", without=WITHOUT)
     assert f"{tokenizer.n_vocab} tokens, sha256 {tokenizer.sha256[:12]}; some texts do not come back" in process.stdout
     assert load_meta(on_disk.latest(process.run_dir)).tokenizer_sha256 == tokenizer.sha256
-    shape = [flag for flag in tiny if flag.partition("=")[0].removeprefix("--") not in without]
-    preflight = with_start(parse_flags(["--run=third", *shape, f"--init_from={path}"]))
+    shape = [flag for flag in tiny if flag.partition("=")[0].removeprefix("--") not in WITHOUT]
+    preflight = with_start(parse_flags(["--run=third", *shape, f"--init_from={hub_model}"]))
     assert run_tokenizer(preflight).sha256 == tokenizer.sha256
-    shutil.rmtree(tmp_path / "imported")
+    shutil.rmtree(hub_model)
     on_disk.set_aside_after(process.run_dir, 3)
     (process.run_dir / ".finished").unlink()
-    resumed = train("--save_every=3", run="second", without=without)
+    resumed = train("--save_every=3", run="second", without=WITHOUT)
     assert "step_000003" in resumed.stdout and resumed.losses == process.losses
     _, loaded, _ = load_model(on_disk.latest(process.run_dir), Dist("cpu", torch.device("cpu")))
     assert loaded.sha256 == tokenizer.sha256
@@ -201,3 +210,13 @@ def test_a_run_that_gives_tokens_the_meaning_of_gaps_says_so(tiny, tmp_path):
     assert [line for line in lines if "<jupyter_start> means <|fim_prefix|>" in line]
     plain = parse_flags(last_of_each(*flags, "--fim_rate=0"))
     assert not any("jupyter" in line for line in make_task(plain, "cpu", 1, run_directory(plain)).describe())
+
+
+def test_a_new_machine_resumes_from_the_mirror_with_the_tokenizer_of_imported_weights(train, hub_model, tmp_path):
+    flags = [f"--init_from={hub_model}", "--save_every=3", f"--checkpoint_mirror={tmp_path}/mirror", "--max_seq_len=64"]
+    process = train(*flags, run="second", without=WITHOUT)
+    shutil.rmtree(get_base_dir())
+    shutil.rmtree(hub_model)
+    shutil.rmtree(tmp_path / "mirror/second/step_000006")
+    resumed = train(*flags, run="second", without=WITHOUT)
+    assert "step_000003" in resumed.stdout and resumed.losses == process.losses
