@@ -3,8 +3,11 @@
     python3 -m scripts.adapt --checkpoint=RUN --source=~/src/project
 
 It holds out a tenth of the text (200 kB at most). It trains on the rest and, for as many tokens, on the data of RUN, so
-that the model forgets little. Training ends after --epochs or --minutes, or once the held-out files gain no more. After
-Ctrl-C during the training, the same command resumes it.
+that the model forgets little. Training ends after --epochs or --minutes, once the held-out files gain no more, or once
+the old text loses 3%. After Ctrl-C during the training, the same command resumes it.
+
+RUN may be a public model (scripts.import_hf). Nobody knows its data: name shards like it with --data_dir and --val_dir,
+or the C++ headers that are installed here stand for it.
 """
 import hashlib
 import json
@@ -39,7 +42,11 @@ HELD_OUT_CHARS = 200_000  # at most: evaluations read all of it, because the beg
 EVAL_TOKENS = 2**16
 EVALUATIONS = 6
 PATIENCE = 2  # evaluations without a gain
+MOST_LOSS = 1.03  # of the old text's bits per byte, × those before
+EVALUATION_SHARE = 0.5  # of --minutes, for all evaluations together on a CPU, which come on top
+ROWS, ROW_TOKENS = 2, 512  # of a step with imported weights, on each device
 KEPT = ("tokenizer_dir", "device_batch_size", "fim_rate")  # flags of RUN
+RATE = 0.15
 RATES = ("matrix_lr", "embedding_lr", "unembedding_lr", "scalar_lr")
 UNFINISHED_FILE = "unfinished.json"  # of a training that has not ended: the flags of adapt, and those of base_train
 
@@ -53,7 +60,8 @@ class Flags:
     val_dir: str | None = flag(None, "its validation shards; default: those of its run", of=data_place)
     epochs: float = flag(6.0, "passes over the project, at most", above=0, at_most=1000)
     minutes: float = flag(8.0, "minutes of training on a CPU, about and at most", above=0)
-    rate: float = flag(0.15, "learning rates, relative to the highest of the first training", above=0, at_most=10)
+    rate: float = flag(RATE, "learning rates, relative to the highest of the first training; of the Llama family: 0.15 "
+                       "is 1e-4", above=0, at_most=10)
     device_type: str = flag("auto", "devices to train on, as for base_train")
 
 
@@ -88,7 +96,10 @@ def divide(shards, folder):
 
 
 def old_data(flags, meta, path):
-    """Returns {split: folder} of the shards that the model was trained and validated on. Raises BadInput."""
+    """Returns {split: folder} of the shards that the model was trained and validated on, or None if nothing is known of
+    imported weights. Raises BadInput."""
+    if not (meta.flags or flags.data_dir or flags.val_dir):
+        return None
     of_mixture = meta.flags.get("data_mix") or (meta.flags.get("data_dir") or "").endswith(".toml")
     if of_mixture and not flags.data_dir:
         raise BadInput(f"{path} was trained on a mixture: name the folder of its shards to train on with --data_dir")
@@ -101,29 +112,44 @@ def old_data(flags, meta, path):
     return found
 
 
+def batch_of(flags, meta):
+    """Returns the tokens of a step, and of a row: those of RUN's training, or small ones for imported weights."""
+    if meta.flags:
+        return meta.total_batch_size, meta.model_config.max_seq_len
+    row = min(ROW_TOKENS, meta.model_config.max_seq_len)
+    return ROWS * row * expected_world_size(flags.device_type), row
+
+
 def count_steps(flags, meta, own, tokenizer):
-    """Returns the steps of the training, half of whose tokens are of the project."""
-    tokens = meta.total_batch_size
+    """Returns the steps of the training, half of whose tokens are of the project, and the tokens of an evaluation."""
+    tokens, row = batch_of(flags, meta)
     steps = flags.epochs * tokens_in(own, tokenizer) / (tokens / 2)
+    eval_tokens = EVAL_TOKENS
     if flags.device_type in ("cpu", "xla"):
-        config = meta.model_config
-        seconds = min(seconds_of_row(config) for _ in range(3)) * tokens / config.max_seq_len  # the first warms up
-        steps = min(steps, 60 * flags.minutes / seconds)
-    return max(EVALUATIONS, round(steps))
+        config = meta.model_config.with_rows(row)
+        seconds = min(seconds_of_row(config) for _ in range(3)) / row  # of a token; the first warms up
+        steps = min(steps, 60 * flags.minutes / (seconds * tokens))
+        # An evaluation reads two texts, and takes a third of the time of training on them.
+        most = EVALUATION_SHARE * 60 * flags.minutes / (EVALUATIONS + 1) / (2 * seconds / 3)
+        eval_tokens = round(min(max(most, 4 * row), EVAL_TOKENS))
+    return max(EVALUATIONS, round(steps)), eval_tokens
 
 
-def training_flags(flags, path, meta, steps, folder):
+def training_flags(flags, path, meta, steps, folder, eval_tokens=EVAL_TOKENS):
     """Returns the flags of base_train, for so many steps from the checkpoint at `path`, which has the Meta. folder: of
     the mixture and the project's text."""
+    tokens, row = batch_of(flags, meta)
     every = max(1, steps // EVALUATIONS)
     found = [f"--run={flags.run}", f"--init_from={path}", f"--data_dir={folder / 'mix.toml'}",
              f"--num_iterations={steps}", "--warmdown_ratio=1", *rate_flags(flags, meta, steps),
-             f"--total_batch_size={meta.total_batch_size}", f"--eval_every={every}", f"--eval_tokens={EVAL_TOKENS}",
+             f"--total_batch_size={tokens}", f"--eval_every={every}", f"--eval_tokens={eval_tokens}",
              "--sample_every=-1", f"--save_every={every}", f"--keep_every={every}",
              f"--device_type={flags.device_type}"]
     # Each lane reads other files from their first line on. So few lanes see whole files in a short training, and many
     # would see beginnings, mostly licences.
     found.append(f"--num_lanes={expected_world_size(flags.device_type)}")
+    if not meta.flags:
+        found += [f"--max_seq_len={row}", f"--device_batch_size={ROWS}"]
     for name in KEPT:
         if meta.flags.get(name) not in (None, ""):
             found.append(f"--{name}={meta.flags[name]}")
@@ -134,6 +160,8 @@ def training_flags(flags, path, meta, steps, folder):
 # the pace of the first training instead: its factor for the length, and its decay in a step.
 def rate_flags(flags, meta, steps):
     """Returns the flags of the rates and the decay of a training of so many steps."""
+    if scale := meta.model_config.adapting_scale:
+        return [f"--lr_scale={scale * flags.rate / RATE:g}"]
     saved = meta.flags
     rate_horizon = saved.get("rate_horizon", -1)  # see StartFlags
     horizon = next(n for n in (rate_horizon, saved["num_iterations"], meta.step) if n > 0)
@@ -155,7 +183,7 @@ def train(module, flags, metrics):
         while process.poll() is None:
             time.sleep(1)
             if not is_told and gain_no_more(metrics):
-                print("the held-out files gain no more", flush=True)
+                print("the held-out files gain no more, or the old text loses too much", flush=True)
                 process.terminate()
                 is_told = True
     if not (is_told and process.returncode == EXIT_STATUS):
@@ -163,8 +191,11 @@ def train(module, flags, metrics):
 
 
 def gain_no_more(metrics):
-    """Returns whether the held-out files have gained nothing in the last evaluations."""
-    found = [own for own, _ in evaluations(metrics).values()]
+    """Returns whether the held-out files have gained nothing in the last evaluations, or the old text lost too much."""
+    both = list(evaluations(metrics).values())
+    found = [own for own, _ in both]
+    if both and both[-1][1] > MOST_LOSS * both[0][1]:
+        return True
     return len(found) > PATIENCE and min(found[-PATIENCE:]) >= min(found[:-PATIENCE])
 
 
@@ -185,7 +216,11 @@ def prepare(flags, path, meta, old, folder):
     divide(open_shards(sorted((folder / "project" / "val").glob("*.parquet"))), folder / "own")
     own = open_shards([folder / "own" / "train" / "shard_00000.parquet"])
     tokenizer = load_tokenizer(meta.flags.get("tokenizer_dir"), path)
-    steps = count_steps(flags, meta, Source("own", "", shards=own), tokenizer)
+    steps, eval_tokens = count_steps(flags, meta, Source("own", "", shards=own), tokenizer)
+    if old is None:
+        run_module("scripts.prepare_data", "--installed_headers", "--val_projects=torch/c10",
+                   f"--out_dir={folder / 'old'}")
+        old = {split: str(folder / "old" / os.path.basename(place)) for split, place in DEFAULT_DIRS.items()}
     old_dir = json.dumps(old["train"], ensure_ascii=False)
     old_val = json.dumps(old["val"], ensure_ascii=False)
     (folder / "mix.toml").write_text(f'''
@@ -198,7 +233,7 @@ dir = {old_dir}
 val = {old_val}
 weight = 1
 ''', encoding="utf-8")
-    return training_flags(flags, path, meta, steps, folder)
+    return training_flags(flags, path, meta, steps, folder, eval_tokens)
 
 
 def report(flags, metrics, training):
@@ -234,14 +269,13 @@ def main(argv=None):
     if not is_training:
         path = find_checkpoint(flags.checkpoint)
         meta = load_language_meta(path)
-        if not meta.flags:
-            raise BadInput(f"{path} was imported, and nothing says how it was trained: adapt a run of base_train")
         old = old_data(flags, meta, path)
     require_writable_dir(folder)
     busy = f"--run={flags.run} is in use by another process: wait for its end, or choose another name"
     with locked(folder / ".lock", busy):
         if not is_training:
-            shutil.rmtree(folder / "project", ignore_errors=True)  # of a try that ended before it trained
+            for name in ("project", "old"):
+                shutil.rmtree(folder / name, ignore_errors=True)  # of a try that ended before it trained
             training = prepare(flags, path, meta, old, folder)
             unfinished.write_text(json.dumps([asdict(flags), training]))
         if not gain_no_more(metrics):

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -15,15 +15,20 @@ import pytest
 import torch
 
 from nanochat.checkpoint.meta import Meta
+from nanochat.checkpoint.saver import save_checkpoint
 from nanochat.common import BadInput, get_base_dir, locked
 from nanochat.data.loader import DataLoader, Rows
 from nanochat.data.shards import open_shards, whole_texts
+from nanochat.kernels.choose import get_kernels
+from nanochat.model.llama import LlamaConfig
 from nanochat.model.rates import gpt_rules
 from nanochat.train.flags import Flags as TrainFlags
 from nanochat.train.flags import parse_flags
 from scripts import adapt
+from tests.checkpoint.states import make_meta
 from tests.conftest import last_of_each
 from tests.data.documents import ByteTokenizer
+from tests.data.hub import files_of, hub_tokenizer, qwen, zipped
 
 
 def project_shard(path, files):
@@ -58,6 +63,8 @@ def test_training_stops_once_the_held_out_files_gain_no_more(tmp_path, capsys, m
     assert "gain no more" in capsys.readouterr().out
     adapt.report(adapt.Flags(run="a"), metrics, ["--depth=2", "--tokenizer_dir=/tmp/my tokens"])
     assert "scripts.serve --checkpoint=a/step_000001 '--tokenizer_dir=/tmp/my tokens'\n" in capsys.readouterr().out
+    metrics.write_text(lines[0] + '{"step": 1, "time": 1, "val_bpb_own": 1.0, "val_bpb_old": 1.031}')
+    assert adapt.gain_no_more(metrics)  # because the old text loses more than 3%
     metrics.write_text("".join(lines[:3]))
     with pytest.raises(SystemExit, match="75"):  # nobody told it to stop
         adapt.train("fails", [], metrics)
@@ -81,6 +88,39 @@ def test_an_adapted_run_has_the_batch_and_lower_rates_than_the_run_before():
     flags = begun_with(total_batch_size=-1, matrix_lr=0.03, num_iterations=20000, fim_rate=0.5, weight_decay=0.0)
     assert flags.batch.total_batch_size == 8192 and flags.optimizer.matrix_lr == 0.0045
     assert flags.data.fim_rate == 0.5 and flags.optimizer.weight_decay == 0
+
+
+def test_imported_weights_are_adapted_in_small_steps_at_one_ten_thousandth(monkeypatch):
+    monkeypatch.setenv("CPU_NUM_DEVICES", "4")
+    config = LlamaConfig(vocab_size=300, n_layer=1, max_seq_len=2048)
+    meta = Meta(0, asdict(config), "", "", {}, "", source={"model": "some/model"})
+    for device_type, devices in (("cpu", 1), ("xla", 4)):
+        flags = parse_flags(adapt.training_flags(adapt.Flags(device_type=device_type), Path("a"), meta, 6, Path("f")))
+        assert flags.batch.total_batch_size == 1024 * devices and flags.batch.device_batch_size == 2
+        assert flags.model.max_seq_len == 512
+        assert config.rules(flags.optimizer, 1024, 6, None, 0, 0).matrix_lr == pytest.approx(1e-4)
+    assert adapt.old_data(adapt.Flags(), meta, "x") is None
+
+
+@pytest.mark.slow
+def test_a_public_model_is_adapted_with_installed_headers_for_its_unknown_data(base_dir, corpus_dir, tmp_path, capfd):
+    tokenizer = hub_tokenizer(qwen)
+    config = LlamaConfig(vocab_size=tokenizer.n_vocab, n_layer=1, max_seq_len=64, n_embd=32, n_head=2, n_kv_head=1,
+                         head_dim=16, mlp_dim=64)
+    model = config.new_model(config, get_kernels("current", "cpu")).init_weights()
+    save_checkpoint(base_dir / "checkpoints/public", model.state_dict(), {}, make_meta(
+        0, config=asdict(config), tokenizer_sha256=tokenizer.sha256, flags={}, rng="",
+        source={"model": "some/model", "model_type": "qwen2", "dtype": "float32"}), num_lanes=0,
+        source=zipped(files_of(*qwen())))
+    project = tmp_path / "project"
+    project.mkdir()
+    for i, text in enumerate(whole_texts(open_shards(sorted((corpus_dir / "val").glob("*.parquet"))))):
+        (project / f"{i}.h").write_text(text)
+    assert not adapt.main(["--checkpoint=public", f"--source={project}", "--minutes=0.1", "--device_type=cpu",
+                           "--rate=10"])
+    said = capfd.readouterr().out
+    assert re.search(r"its held-out files: \d\.\d+ -> \d\.\d+ bits per byte \(-\d+\.\d%\)", said)
+    assert list((base_dir / "adapt/adapted/old/val").glob("*.parquet"))
 
 
 def rates_of(flags, rate_horizon=0):
