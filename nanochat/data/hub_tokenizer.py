@@ -58,8 +58,8 @@ class HubTokenizer:
         are damaged, or if text would not come back."""
         self._files = files
         self.json = files["tokenizer.json"].decode()
-        self.sha256 = hashlib.sha256(files["tokenizer.json"]).hexdigest()
         config = json.loads(self.json)
+        former = _former(config)
         added = {token["content"]: token for token in config.get("added_tokens") or ()}
         control = {name for name, token in added.items() if token.get("special") or CONTROL.fullmatch(name)}
         is_byte_level = "ByteLevel" in [step["type"] for step in _steps(config["pre_tokenizer"])]
@@ -83,6 +83,7 @@ class HubTokenizer:
         ids = {name: vocabulary[name] for name in added if name in control}
         self._control = {*ids.values()}
         self._name_tokens(ids, _json_object(files, "tokenizer_config.json"))
+        self.sha256 = self._hash_of_former(former) or hashlib.sha256(files["tokenizer.json"]).hexdigest()
         ends = _json_object(files, "generation_config.json").get("eos_token_id")  # an id, a list of them, or null
         ends = ends if isinstance(ends, list) else [ends]
         self.ends = {*self._control, *ends} - {None}  # any of these ends a completion
@@ -113,6 +114,15 @@ class HubTokenizer:
         # Qwen's middles, and StarCoder's, end as their documents do.
         is_ours = self.lent or found[0] == "<|bos|>"
         self.middle_end = self.special_tokens.get("<|file_sep|>") if is_ours else self.bos_id
+
+    def _hash_of_former(self, former):
+        """Returns the hash of a former Tokenizer, (hash, special tokens), or None if there was none that gives the same
+        rows."""
+        if not former:
+            return None
+        sha256, special = former
+        ends_alike = "<|fim_middle|>" not in special or special.get("<|file_sep|>") == self.middle_end
+        return sha256 if special["<|bos|>"] == self.bos_id and ends_alike else None
 
     @property
     def losses(self):
@@ -191,6 +201,36 @@ class HubTokenizer:
         for name in added:
             if self._control.intersection(self.encode(name)):
                 raise ValueError(f"the text {name} would become a control token")
+
+
+# Earlier versions read some of these files into a Tokenizer, whose hash their checkpoints have.
+FORMER_NAMES = {"<|bos|>": ("<|begin_of_text|>", "<bos>", "<s>", "[BOS]", "<|startoftext|>", "<|endoftext|>"),
+                "<|file_sep|>": ("<file_sep>", "<|file_separator|>"), "<|pad|>": ("<pad>", "[PAD]", "<|padding|>")}
+GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+
+
+def _former(config):
+    """Returns (hash, {special token: id}) that earlier versions made of a tokenizer.json, or None if they refused it.
+    """
+    from nanochat.data.tokenizer import SPECIAL_TOKENS, hash_of
+    steps = _steps(config["pre_tokenizer"])
+    kinds = [step["type"] for step in steps]
+    if _steps(config.get("normalizer")) or kinds not in (["ByteLevel"], ["Split", "ByteLevel"]):
+        return None
+    pattern = GPT2_PATTERN if kinds == ["ByteLevel"] else steps[0]["pattern"].get("Regex")
+    added = {token["content"]: token["id"] for token in config.get("added_tokens") or ()}
+    names = {name: name for name in added}
+    for ours in SPECIAL_TOKENS:
+        others = [name for name in FORMER_NAMES.get(ours, (f"<{ours[2:-2]}>",)) if name in names]
+        if ours not in names and others:
+            names[others[0]] = ours
+    byte_of = byte_of_character()
+    ranks = {_piece(name, byte_of): number for name, number in config["model"]["vocab"].items()
+             if number not in added.values()}
+    if pattern is None or "<|bos|>" not in names.values() or not all(bytes([byte]) in ranks for byte in range(256)):
+        return None
+    special_tokens = {names[name]: number for name, number in added.items()}
+    return hash_of(ranks, pattern, special_tokens), special_tokens
 
 
 def _library(config, control):

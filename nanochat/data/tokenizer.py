@@ -193,23 +193,30 @@ class Tokenizer:
     @functools.cached_property
     def sha256(self):
         """Hex SHA-256 of the vocabulary, the pattern and the special tokens."""
-        return hashlib.sha256(self.config_json().encode() + self.vocabulary_lines()).hexdigest()
-
-    def vocabulary_lines(self):
-        """Returns the content of `vocabulary.tiktoken`, as bytes."""
-        by_rank = sorted(self._ranks.items(), key=lambda item: item[1])
-        return b"".join(b"%s %d\n" % (base64.b64encode(token), rank) for token, rank in by_rank)
-
-    def config_json(self):
-        """Returns the content of `tokenizer.json`, as text."""
-        return json.dumps({"pattern": self.pattern, "special_tokens": self.special_tokens}, indent=2) + "\n"
+        return hash_of(self._ranks, self.pattern, self.special_tokens)
 
     def save(self, directory):
         import torch
         directory = Path(directory)
-        (directory / VOCABULARY_FILE).write_bytes(self.vocabulary_lines())
-        (directory / CONFIG_FILE).write_text(self.config_json(), encoding="utf-8")
+        (directory / VOCABULARY_FILE).write_bytes(_vocabulary_lines(self._ranks))
+        (directory / CONFIG_FILE).write_text(_config_json(self.pattern, self.special_tokens), encoding="utf-8")
         torch.save(self.token_bytes(), directory / TOKEN_BYTES_FILE)
+
+
+def hash_of(ranks, pattern, special_tokens):
+    """Returns the hex SHA-256 of a tokenizer's two files, see Tokenizer for the arguments."""
+    return hashlib.sha256(_config_json(pattern, special_tokens).encode() + _vocabulary_lines(ranks)).hexdigest()
+
+
+def _vocabulary_lines(ranks):
+    """Returns the content of `vocabulary.tiktoken`, as bytes."""
+    by_rank = sorted(ranks.items(), key=lambda item: item[1])
+    return b"".join(b"%s %d\n" % (base64.b64encode(token), rank) for token, rank in by_rank)
+
+
+def _config_json(pattern, special_tokens):
+    """Returns the content of `tokenizer.json`, as text."""
+    return json.dumps({"pattern": pattern, "special_tokens": special_tokens}, indent=2) + "\n"
 
 
 def _require_no_empty_piece(pattern):

@@ -1,5 +1,6 @@
 """A tokenizer.json of Hugging Face gives the ids of their library, and text comes back and never becomes control."""
 import copy
+import hashlib
 import json
 import pickle
 import random
@@ -12,7 +13,9 @@ from hypothesis import strategies as st
 
 from nanochat.common import SOURCE, BadInput
 from nanochat.data.fim import check_fim
-from nanochat.data.tokenizer import FIM_TOKENS, Infill, load_tokenizer
+from nanochat.data.hub_tokenizer import HubTokenizer
+from nanochat.data.tokenizer import FIM_TOKENS, SHIPPED_DIR, Infill, load_tokenizer
+from nanochat.export.export import tokenizer_json
 from nanochat.infer.prompt import BOS, encode_prompt, gap_prompt
 from tests.data import hub
 from tests.data.documents import write
@@ -313,3 +316,17 @@ def test_one_over_our_own_is_named(tmp_path, byte_tokenizer_dir):
     (tmp_path / "vocabulary.tiktoken").write_bytes((byte_tokenizer_dir / "vocabulary.tiktoken").read_bytes())
     with pytest.raises(BadInput, match="its tokenizer.json was overwritten by one of Hugging Face"):
         load_tokenizer(tmp_path)
+
+
+def test_a_file_that_earlier_versions_read_has_the_hash_that_their_checkpoints_have():
+    """But not if documents would begin with another token, so that a run would not go on with the same rows."""
+    byte_level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+
+    def sha256(*special):
+        return HubTokenizer(hub.files_of(hub.train(byte_level, special), {})).sha256
+
+    assert sha256("<s>", "<fim_prefix>", "<pad>").startswith("58fc5206176122be")  # found by that version
+    file = hub.files_of(hub.train(byte_level, ("<s>", "<|endoftext|>")), {})
+    assert HubTokenizer(file).sha256 == hashlib.sha256(file["tokenizer.json"]).hexdigest()
+    shipped = load_tokenizer(SHIPPED_DIR)
+    assert HubTokenizer({"tokenizer.json": tokenizer_json(shipped).encode()}).sha256 == shipped.sha256
