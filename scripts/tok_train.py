@@ -17,7 +17,8 @@ from nanochat.checkpoint.on_disk import SUMS, sums_text
 from nanochat.common import BadInput, expand_path, flag, get_base_dir, read_flags, require_writable_dir, run_script
 from nanochat.data.hub_tokenizer import sample_of_characters
 from nanochat.data.shards import TextFlags, open_text, read_columns
-from nanochat.data.tokenizer import SPECIAL_TOKENS, Tokenizer
+from nanochat.data.tokenizer import Tokenizer
+from nanochat.data.tokenizer_files import SPECIAL_TOKENS
 
 # The split pattern: it cuts text into pieces, and no token crosses the border between two. There is no look-around, so
 # it runs in linear time, and no piece is long, so BPE on it is quick. dev/log says what each choice gains.

@@ -134,7 +134,8 @@ def uploaders_end():
 @pytest.fixture(scope="session")
 def byte_tokenizer_dir(tmp_path_factory):
     """A tokenizer of the 256 bytes and the special tokens: models with it are small."""
-    from nanochat.data.tokenizer import SPECIAL_TOKENS, Tokenizer
+    from nanochat.data.tokenizer import Tokenizer
+    from nanochat.data.tokenizer_files import SPECIAL_TOKENS
     path = tmp_path_factory.mktemp("byte_tokenizer")
     ranks = {bytes([byte]): byte for byte in range(256)}
     Tokenizer(ranks, r"[^\n]+|\n", {name: 256 + i for i, name in enumerate(SPECIAL_TOKENS)}).save(path)

@@ -20,6 +20,7 @@ import numpy as np
 import tokenizers
 
 from nanochat.common import BadInput
+from nanochat.data.tokenizer_files import SPECIAL_TOKENS, hash_of
 
 FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")  # only the first must be there
 MOST_IDS = 1 << 22  # real vocabularies have up to 2^18
@@ -212,7 +213,6 @@ GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s
 def _former(config):
     """Returns (hash, {special token: id}) that earlier versions made of a tokenizer.json, or None if they refused it.
     """
-    from nanochat.data.tokenizer import SPECIAL_TOKENS, hash_of
     steps = _steps(config["pre_tokenizer"])
     kinds = [step["type"] for step in steps]
     if _steps(config.get("normalizer")) or kinds not in (["ByteLevel"], ["Split", "ByteLevel"]):

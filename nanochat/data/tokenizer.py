@@ -8,7 +8,6 @@ hub_tokenizer.py).
 import base64
 import binascii
 import functools
-import hashlib
 import json
 import pickle
 import re
@@ -22,6 +21,7 @@ import tiktoken
 
 from nanochat.common import SOURCE, BadInput, expand_path, flag, get_base_dir
 from nanochat.data.hub_tokenizer import FILES, HubTokenizer
+from nanochat.data.tokenizer_files import config_json, hash_of, vocabulary_lines
 
 SHIPPED_DIR = Path(__file__).resolve().parents[2] / "tokenizer"  # in a checkout
 INSTALLED_DIR = Path(__file__).resolve().parent / "shipped_tokenizer"  # the same after pip install, see pyproject.toml
@@ -30,15 +30,6 @@ CONFIG_FILE = "tokenizer.json"
 TOKEN_BYTES_FILE = "token_bytes.pt"
 PICKLE_FILE = "tokenizer.pkl"
 
-SPECIAL_TOKENS = (
-    "<|bos|>",  # before every document
-    "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>",  # for fill in the middle
-    "<|file_sep|>",  # between the files of one project
-    "<|pad|>",
-    # for chat and tools, as in karpathy/nanochat
-    "<|user_start|>", "<|user_end|>", "<|assistant_start|>", "<|assistant_end|>",
-    "<|python_start|>", "<|python_end|>", "<|output_start|>", "<|output_end|>",
-)
 FIM_TOKENS = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|file_sep|>")  # in the order of a document
 _INFILL_TOKENS = {"<|bos|>", *FIM_TOKENS}
 _VALID_THEN_MALFORMED = re.compile("([^\udc80-\udcff]*)([\udc80-\udcff]*)")  # malformed as "surrogateescape" marks it
@@ -198,25 +189,9 @@ class Tokenizer:
     def save(self, directory):
         import torch
         directory = Path(directory)
-        (directory / VOCABULARY_FILE).write_bytes(_vocabulary_lines(self._ranks))
-        (directory / CONFIG_FILE).write_text(_config_json(self.pattern, self.special_tokens), encoding="utf-8")
+        (directory / VOCABULARY_FILE).write_bytes(vocabulary_lines(self._ranks))
+        (directory / CONFIG_FILE).write_text(config_json(self.pattern, self.special_tokens), encoding="utf-8")
         torch.save(self.token_bytes(), directory / TOKEN_BYTES_FILE)
-
-
-def hash_of(ranks, pattern, special_tokens):
-    """Returns the hex SHA-256 of a tokenizer's two files, see Tokenizer for the arguments."""
-    return hashlib.sha256(_config_json(pattern, special_tokens).encode() + _vocabulary_lines(ranks)).hexdigest()
-
-
-def _vocabulary_lines(ranks):
-    """Returns the content of `vocabulary.tiktoken`, as bytes."""
-    by_rank = sorted(ranks.items(), key=lambda item: item[1])
-    return b"".join(b"%s %d\n" % (base64.b64encode(token), rank) for token, rank in by_rank)
-
-
-def _config_json(pattern, special_tokens):
-    """Returns the content of `tokenizer.json`, as text."""
-    return json.dumps({"pattern": pattern, "special_tokens": special_tokens}, indent=2) + "\n"
 
 
 def _require_no_empty_piece(pattern):

@@ -14,7 +14,8 @@ from nanochat.data.fim import KINDS, Infilling, check_fim, choose_middle, draws,
 from nanochat.data.fim import find_statement as find_statement_from
 from nanochat.data.loader import check_lane_states
 from nanochat.data.shards import TextPiece
-from nanochat.data.tokenizer import FIM_TOKENS, SPECIAL_TOKENS, Infill, Tokenizer, load_tokenizer
+from nanochat.data.tokenizer import FIM_TOKENS, Infill, Tokenizer, load_tokenizer
+from nanochat.data.tokenizer_files import SPECIAL_TOKENS
 from tests.data.documents import open_loader, write
 from tests.data.headers import HEADERS, write_headers
 from tests.data.test_loader import as_saved, read_steps

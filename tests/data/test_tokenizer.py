@@ -12,7 +12,8 @@ import tiktoken.load
 import torch
 
 from nanochat.common import BadInput
-from nanochat.data.tokenizer import SHIPPED_DIR, SPECIAL_TOKENS, Tokenizer, encode_text, load_tokenizer
+from nanochat.data.tokenizer import SHIPPED_DIR, Tokenizer, encode_text, load_tokenizer
+from nanochat.data.tokenizer_files import SPECIAL_TOKENS
 from scripts import tok_train
 
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"

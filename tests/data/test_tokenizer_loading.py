@@ -10,7 +10,8 @@ import torch
 
 from nanochat.common import BadInput
 from nanochat.data.shards import list_shards
-from nanochat.data.tokenizer import SHIPPED_DIR, SPECIAL_TOKENS, Tokenizer, check_tokenizer, load_tokenizer
+from nanochat.data.tokenizer import SHIPPED_DIR, Tokenizer, check_tokenizer, load_tokenizer
+from nanochat.data.tokenizer_files import SPECIAL_TOKENS
 from tests.data.headers import HEADERS
 
 

@@ -35,7 +35,8 @@ def make_data(directory):
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    from nanochat.data.tokenizer import SPECIAL_TOKENS, Tokenizer
+    from nanochat.data.tokenizer import Tokenizer
+    from nanochat.data.tokenizer_files import SPECIAL_TOKENS
     texts = [path.read_text() for path in sorted(Path(pa.get_include()).glob("arrow/**/*.h"))[:60]]
     for name, part in (("train/shard_00000", texts[:50]), ("val/shard_00000", texts[50:])):
         (directory / name).parent.mkdir()

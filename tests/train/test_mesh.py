@@ -10,7 +10,8 @@ from nanochat.checkpoint.meta import load_meta
 from nanochat.checkpoint.on_disk import latest
 from nanochat.checkpoint.pieces import load_checkpoint
 from nanochat.common import BadInput, get_base_dir
-from nanochat.data.tokenizer import SPECIAL_TOKENS, Tokenizer
+from nanochat.data.tokenizer import Tokenizer
+from nanochat.data.tokenizer_files import SPECIAL_TOKENS
 from scripts.base_train import main
 from tests.conftest import LLAMA, last_of_each
 
