@@ -1,6 +1,8 @@
-"""Exports a checkpoint for other programs: a folder for Hugging Face's transformers, or one file of weights:
+"""Exports a checkpoint for other programs: a folder for Hugging Face's transformers, a file for llama.cpp, or one
+file of weights:
 
     python3 -m scripts.export --checkpoint=RUN --out=my_model
+    python3 -m scripts.export --checkpoint=RUN --out=my_model.gguf
     python3 -m scripts.export --checkpoint=RUN --format=safetensors --out=my_model.safetensors
 
 It replaces an existing export only with --force. An incomplete one never has the name --out.
@@ -16,7 +18,7 @@ from nanochat.checkpoint.on_disk import MODEL, find_checkpoint
 from nanochat.common import BadInput, expand_path, flag, is_disk_full, not_empty, read_flags, run_script
 from nanochat.data.tokenizer import TokenizerFlags
 from nanochat.device.ranks import Dist
-from nanochat.export import export, llama, model_card
+from nanochat.export import export, llama, llama_cpp, model_card
 from nanochat.infer.load import load_model
 from nanochat.record.history import read_run
 
@@ -25,8 +27,10 @@ FORMATS = ("transformers", "safetensors")
 
 @dataclass(frozen=True)
 class Flags(TokenizerFlags):
-    out: Path | None = flag(None, "folder to make, or *.safetensors with --format=safetensors", of=expand_path)
+    out: Path | None = flag(None, "folder to make, *.gguf, or *.safetensors with --format=safetensors",
+                            of=expand_path)
     format: str = flag("transformers", "a folder for transformers, or one file of weights", choices=FORMATS)
+    gguf: str | None = flag(None, "the type of the matrices in a *.gguf; default: f16", choices=llama_cpp.KINDS)
     checkpoint: str = flag("", "a run (its newest checkpoint), RUN/step_000100 or a path; none: the newest",
                            of=not_empty)
     force: bool = flag(False, "replace an existing export")
@@ -38,7 +42,12 @@ def main(argv=None):
         raise BadInput("--out is needed: name the folder or file to make")
     if (flags.format == "safetensors") != (flags.out.suffix == ".safetensors"):
         raise BadInput(f"--out={flags.out} does not fit --format={flags.format}: only safetensors ends in .safetensors")
-    if flags.format == "transformers":
+    is_gguf = flags.out.suffix == ".gguf"
+    if flags.gguf and not is_gguf:
+        raise BadInput(f"--gguf={flags.gguf} is for a file of llama.cpp, and --out={flags.out} does not end in .gguf")
+    if is_gguf:
+        llama_cpp.require_package()
+    elif flags.format == "transformers":
         export.check_copy()
     out = Path(os.path.abspath(flags.out))
     export.check_place(out, flags.force)
@@ -52,7 +61,9 @@ def main(argv=None):
             model, tokenizer, meta = load_model(path, Dist("cpu", torch.device("cpu")),
                                                 tokenizer_dir=flags.tokenizer_dir)
             export.check_exportable(model)
-            if flags.format == "safetensors":
+            if is_gguf:
+                llama_cpp.write_gguf(folder / "model.gguf", path, model, tokenizer, meta, flags.gguf or "f16")
+            elif flags.format == "safetensors":
                 export.write_safetensors(folder, model, meta)
             else:
                 card = model_card.write_card(
@@ -64,7 +75,9 @@ def main(argv=None):
             raise  # run_script says so
         raise BadInput(f"--out={out} cannot be written ({error}) and is unchanged: name another place") from None
     print(f"{path} (step {meta.step}) is exported to {out}")
-    if flags.format == "transformers":
+    if is_gguf and flags.gguf != "q8_0":
+        print(f"Fewer bits a weight: llama-quantize {out} {out.with_suffix('')}-Q4_K_M.gguf Q4_K_M")
+    elif not is_gguf and flags.format == "transformers":
         trust = ", trust_remote_code=True" if export.is_scaled(model) else ""
         print(f'Load it with AutoModelForCausalLM.from_pretrained("{out}"{trust}); {out / llama.CARD} says more.')
 

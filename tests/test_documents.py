@@ -34,7 +34,7 @@ SCRIPTS += sorted(f"dev/{path.name}" for path in (ROOT / "dev").glob("bench_*.py
 HELPS = [*SCRIPTS,
          *sorted(f"deploy/{path.name}" for path in (ROOT / "deploy").glob("*.sh"))]
 # Programs that are not of this project: their arguments are not checked.
-OTHER_PROGRAMS = {"ray", "$EDITOR", "apt-get", "cp", "diff", "export", "gcloud", "head", "source"}
+OTHER_PROGRAMS = {"ray", "$EDITOR", "apt-get", "cp", "diff", "export", "gcloud", "head", "llama-server", "source"}
 WRAPPERS = {"nohup", "python3", "torchrun"}
 
 
@@ -354,7 +354,7 @@ def test_all_documents_are_reached_from_the_readme():
 
 def test_the_documents_stay_short():
     paths = [path for path in DOCUMENTS if not path.startswith(("tokenizer/", "dev/"))]
-    assert sum(len((ROOT / path).read_text().split()) for path in paths) <= 24_919
+    assert sum(len((ROOT / path).read_text().split()) for path in paths) <= 25_072
 
 
 def test_the_sections_that_help_texts_and_errors_name_exist():

@@ -83,9 +83,9 @@ class HubTokenizer:
         self._by_bytes = re.compile("([\udc80-\udcff]+)" if is_byte_level else f"([\udc80-\udcff{SPACE}]+)")
         ids = {name: vocabulary[name] for name in added if name in control}
         self._control = {*ids.values()}
-        self._name_tokens(ids, _json_object(files, "tokenizer_config.json"))
+        self._name_tokens(ids, self.settings("tokenizer_config.json"))
         self.sha256 = self._hash_of_former(former) or hashlib.sha256(files["tokenizer.json"]).hexdigest()
-        ends = _json_object(files, "generation_config.json").get("eos_token_id")  # an id, a list of them, or null
+        ends = self.settings("generation_config.json").get("eos_token_id")  # an id, a list of them, or null
         ends = ends if isinstance(ends, list) else [ends]
         self.ends = {*self._control, *ends} - {None}  # any of these ends a completion
         self._require_texts_come_back(added)
@@ -124,6 +124,13 @@ class HubTokenizer:
         sha256, special = former
         ends_alike = "<|fim_middle|>" not in special or special.get("<|file_sep|>") == self.middle_end
         return sha256 if special["<|bos|>"] == self.bos_id and ends_alike else None
+
+    def settings(self, name):
+        """Returns the object in one of FILES, {} if it did not come."""
+        found = json.loads(self._files.get(name, b"{}"))
+        if not isinstance(found, dict):
+            raise ValueError(f"{name} is no JSON object")
+        return found
 
     @property
     def losses(self):
@@ -283,13 +290,6 @@ def _piece(name, byte_of):
         return bytes(map(byte_of.__getitem__, name)) if byte_of.keys() >= set(name) else name.encode()
     byte = BYTE.fullmatch(name)
     return bytes.fromhex(byte[1]) if byte else name.replace(SPACE, " ").encode()
-
-
-def _json_object(files, name):
-    found = json.loads(files.get(name, b"{}"))
-    if not isinstance(found, dict):
-        raise ValueError(f"{name} is no JSON object")
-    return found
 
 
 def sample_of_characters(step):

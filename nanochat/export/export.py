@@ -19,7 +19,7 @@ from nanochat.checkpoint.on_disk import SUMS, sums_text, sync_to_disk
 from nanochat.checkpoint.pieces import save_tensors
 from nanochat.common import BadInput
 from nanochat.data.hub_tokenizer import HubTokenizer, byte_of_character
-from nanochat.export import llama
+from nanochat.export import llama, llama_cpp
 from nanochat.kernels.choose import get_kernels
 from nanochat.model import logit_cap
 from nanochat.model.layers import NORM_EPS
@@ -27,6 +27,7 @@ from nanochat.model.tiny import require_unchanged
 
 CODE = "modeling_nanochat_scaled"
 MODEL = "model.safetensors"
+ONE_FILE = (".safetensors", ".gguf")  # the other exports are folders
 FILES = {MODEL, llama.CARD, SUMS, f"{CODE}.py", "config.json", "generation_config.json", "tokenizer.json",
          "tokenizer_config.json"}
 # The names of a layer's weights in transformers, for those of weights.WEIGHTS.
@@ -187,12 +188,12 @@ def write_safetensors(folder, model, meta):
 
 
 def check_place(out, force):
-    """Raises BadInput unless the folder or *.safetensors `out` may be written: it is new, or an export and `force`."""
+    """Raises BadInput unless the folder or file `out` may be written: it is new, or an export and `force`."""
     try:
         if out.is_symlink():
             raise BadInput(f"--out={out} is a symbolic link: name its target")
         is_there = out.is_file() or out.is_dir() and any(out.iterdir())
-        is_other_kind = out.exists() and out.is_dir() == (out.suffix == ".safetensors")
+        is_other_kind = out.exists() and out.is_dir() == (out.suffix in ONE_FILE)
         if is_other_kind or is_there and not _is_export(out):
             raise BadInput(f"--out={out} is something else than an export: name another place")
     except OSError as error:
@@ -206,6 +207,8 @@ def _is_export(out):
     if out.is_dir():
         found = {path.name for path in out.iterdir()}
         return SUMS in found and all(name in FILES or llama.matches(name, llama.SMALL_FILES) for name in found)
+    if out.suffix == ".gguf":
+        return llama_cpp.is_file_of_ours(out)
     try:
         with safe_open(out, "pt") as file:
             return "tokenizer_sha256" in (file.metadata() or {})
@@ -215,9 +218,9 @@ def _is_export(out):
 
 @contextlib.contextmanager
 def new_place(out, force, needed_bytes):
-    """Yields an empty folder OUT.PID.partial. When the block ends, the folder takes the name `out`, or for a
-    *.safetensors its file MODEL does. If the block fails, `out` stays unchanged. Raises BadInput if the folder cannot
-    be made, or the disk has not `needed_bytes`."""
+    """Yields an empty folder OUT.PID.partial. When the block ends, the folder takes the name `out`, or its file
+    model.safetensors or model.gguf does. If the block fails, `out` stays unchanged. Raises BadInput if the folder
+    cannot be made, or the disk has not `needed_bytes`."""
     check_place(out, force)
     partial = out.with_name(f"{out.name}.{os.getpid()}.partial")
     old = out.with_name(f"{out.name}.{os.getpid()}.replaced")
@@ -234,8 +237,8 @@ def new_place(out, force, needed_bytes):
         for path in (*partial.iterdir(), partial):
             sync_to_disk(path)
         check_place(out, force)  # another export may have finished meanwhile
-        if out.suffix == ".safetensors":
-            (partial / MODEL).replace(out)
+        if out.suffix in ONE_FILE:
+            (partial / f"model{out.suffix}").replace(out)
         else:
             # A rename cannot replace a folder that is not empty, so the old one steps aside. A kill between the two
             # renames leaves both under other names: --out is missing, but never half.

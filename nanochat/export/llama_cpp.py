@@ -1,0 +1,213 @@
+"""A model of the Llama family as a GGUF file, which llama.cpp runs. Written with the package gguf."""
+import json
+
+import numpy as np
+
+from nanochat.common import BadInput
+from nanochat.data.hub_tokenizer import HubTokenizer
+from nanochat.export import llama
+from nanochat.infer.prompt import fills_gaps
+
+KINDS = ("f16", "q8_0")
+MARK = "nanochat.step"  # an entry at the beginning of a file, by which export.py knows what it may replace
+LARGEST_F16 = 65504
+BLOCK = 32  # values of a row that share a scale in q8_0
+# The names of a layer's weights in llama.cpp, for those of model/llama.py, and of the others.
+LAYER_NAMES = {"attn_norm": "attn_norm.weight", "attn_q": "attn_q.weight", "attn_k": "attn_k.weight",
+               "attn_v": "attn_v.weight", "attn_o": "attn_output.weight",
+               "q_bias": "attn_q.bias", "k_bias": "attn_k.bias", "v_bias": "attn_v.bias",
+               "q_norm": "attn_q_norm.weight", "k_norm": "attn_k_norm.weight",
+               "mlp_norm": "ffn_norm.weight", "mlp_gate": "ffn_gate.weight", "mlp_in": "ffn_up.weight",
+               "mlp_out": "ffn_down.weight"}
+OTHER_NAMES = {"wte": "token_embd.weight", "out_norm": "output_norm.weight", "lm_head": "output.weight"}
+
+# By llama.cpp's name of a way to split text: the steps of a tokenizer.json that do the same, and whether a piece that
+# is a token is taken whole (ignore_merges).
+_WORDS = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
+          r"\s+(?!\S)|\s+")
+
+
+def _byte_level(use_regex):
+    return {"type": "ByteLevel", "add_prefix_space": False, "use_regex": use_regex}
+
+
+def _split(pattern):
+    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+
+
+SPLITS = {
+    "smollm": ([{"type": "Digits", "individual_digits": True}, _byte_level(True)], False),
+    "qwen2": ([_split(_WORDS % ""), _byte_level(False)], False),
+    "llama-bpe": ([_split(_WORDS % "{1,3}"), _byte_level(False)], True)}
+
+# {key of llama.cpp: names in tokenizers, ours first} of the tokens around gaps
+GAPS = {"fim_pre": ("<|fim_prefix|>",), "fim_suf": ("<|fim_suffix|>",), "fim_mid": ("<|fim_middle|>",),
+        "fim_pad": ("<|fim_pad|>", "<fim_pad>"), "fim_rep": ("<|repo_name|>", "<repo_name>", "<reponame>"),
+        "fim_sep": ("<|file_sep|>",)}
+
+
+def require_package():
+    """Raises BadInput unless the package gguf is installed."""
+    try:
+        import gguf  # noqa: F401
+    except ImportError:
+        raise BadInput("*.gguf needs the package gguf, which is not installed: pip install '.[gguf]'") from None
+
+
+def find_split(tokenizer):
+    """Returns the name under which llama.cpp splits text as the tokenizer does. Raises BadInput if it has none."""
+    if not isinstance(tokenizer, HubTokenizer):
+        raise BadInput(f"llama.cpp cannot split text by {tokenizer.pattern}: export for transformers, or train with a "
+                       "tokenizer of SmolLM2, Qwen or Llama 3 (--tokenizer_dir)")
+    found = json.loads(tokenizer.json)
+    model, before, normalizer = found["model"], found["pre_tokenizer"] or {}, found.get("normalizer") or {}
+    steps = [{key: value for key, value in step.items() if key != "trim_offsets"}
+             for step in before.get("pretokenizers", [before])]
+    is_plain = model.get("type") == "BPE" and not model.get("byte_fallback") and normalizer.get("type", "NFC") == "NFC"
+    for name, (known, ignores_merges) in SPLITS.items():
+        if is_plain and steps == known and bool(model.get("ignore_merges")) == ignores_merges:
+            return name
+    shown = json.dumps([model.get("type"), *steps], ensure_ascii=False)[:200]
+    raise BadInput(f"llama.cpp is not known to split text as this tokenizer does ({shown}): export for transformers")
+
+
+def is_file_of_ours(path):
+    """Returns whether `path` is a GGUF file that write_gguf wrote."""
+    with open(path, "rb") as file:
+        beginning = file.read(200)
+    return beginning.startswith(b"GGUF") and MARK.encode() in beginning
+
+
+def write_gguf(file, path, model, tokenizer, meta, kind):
+    """Writes the GGUF `file`. path: of the checkpoint, with its Meta; kind: one of KINDS, the type of the matrices.
+    Raises BadInput for what llama.cpp does not compute."""
+    import gguf
+    if model.config.arch != "llama":
+        raise BadInput("llama.cpp does not know the architecture of this GPT: give a model of --arch=llama, or export "
+                       "for transformers")
+    split = find_split(tokenizer)
+    writer = gguf.GGUFWriter(file, _arch(model.config))
+    writer.add_uint64(MARK, meta.step)
+    writer.add_name(meta.source.get("model") or path.parent.name)
+    if meta.source.get("licence"):
+        writer.add_license(meta.source["licence"])
+    writer.add_file_type({"f16": gguf.LlamaFileType.MOSTLY_F16, "q8_0": gguf.LlamaFileType.MOSTLY_Q8_0}[kind])
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    _add_sizes(writer, model.config)
+    _add_tokens(writer, tokenizer, model.config.vocab_size, split)
+    _add_special_tokens(writer, path, tokenizer, meta)
+    for name, weight in _weights(model):
+        data, stored_as = _stored(name, weight, kind)
+        writer.add_tensor(name, data, raw_dtype=stored_as)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _arch(config):
+    return "qwen2" if config.qkv_bias else "qwen3" if config.qk_norm else "llama"
+
+
+def _add_sizes(writer, config):
+    writer.add_context_length(config.max_positions)
+    writer.add_embedding_length(config.n_embd)
+    writer.add_block_count(config.n_layer)
+    writer.add_feed_forward_length(config.mlp_dim)
+    writer.add_head_count(config.n_head)
+    writer.add_head_count_kv(config.n_kv_head)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.norm_eps)
+    writer.add_rope_freq_base(config.rope_theta)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_vocab_size(config.vocab_size)
+
+
+def _add_tokens(writer, tokenizer, rows, split):
+    """rows: of the embedding. llama.cpp wants a token, with a name of its own, for each."""
+    from gguf import TokenType
+    found = json.loads(tokenizer.json)
+    added = {token["content"]: token["id"] for token in found.get("added_tokens") or ()}
+    tokens, kinds = [f"[PAD{number}]" for number in range(rows)], [TokenType.UNUSED] * rows
+    for name, number in (found["model"]["vocab"] | added).items():
+        tokens[number], kinds[number] = name, TokenType.NORMAL
+    for number in added.values():
+        kinds[number] = TokenType.USER_DEFINED
+    for number in tokenizer.special_tokens.values():
+        kinds[number] = TokenType.CONTROL
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(split)
+    writer.add_token_list(tokens)
+    writer.add_token_types(kinds)
+    merges = found["model"]["merges"]  # each "a b", or since 2024 a pair
+    writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in merges])
+
+
+def _add_special_tokens(writer, path, tokenizer, meta):
+    """What begins and ends texts, as the makers of the weights say it, the tokens around gaps, the chat template."""
+    config = tokenizer.settings("tokenizer_config.json") if meta.source else {}
+    generation = tokenizer.settings("generation_config.json") if meta.source else {}
+
+    def id_of(name, default):
+        token = config.get(f"{name}_token")
+        token = token["content"] if isinstance(token, dict) else token
+        number = generation.get(f"{name}_token_id")
+        number = number[0] if isinstance(number, list) else number
+        is_id = type(number) is int and 0 <= number < tokenizer.n_vocab
+        return tokenizer.special_tokens.get(token, number if is_id else default)
+
+    # llama.cpp takes 11, a comma in many vocabularies, for what a file does not have.
+    writer.add_bos_token_id(id_of("bos", tokenizer.bos_id))
+    writer.add_eos_token_id(id_of("eos", tokenizer.bos_id))
+    writer.add_add_bos_token(bool(config.get("add_bos_token", _puts_bos_first(tokenizer) or not meta.source)))
+    if fills_gaps(meta) and "<|fim_middle|>" in tokenizer.special_tokens:
+        for key, names in GAPS.items():
+            for name in [name for name in names if name in tokenizer.special_tokens][:1]:
+                writer.add_uint32(f"tokenizer.ggml.{key}_token_id", tokenizer.special_tokens[name])
+    template = llama.small_files(path).get("chat_template.jinja", b"").decode() if meta.source else ""
+    template = template or config.get("chat_template")
+    if isinstance(template, str):  # of several, none is the usual one
+        writer.add_chat_template(template)
+
+
+def _puts_bos_first(tokenizer):
+    """Returns whether the tokenizer.json puts a special token before a text."""
+    step = json.loads(tokenizer.json).get("post_processor") or {}
+    steps = step.get("processors", [step])
+    return any("SpecialToken" in each["single"][0] for each in steps if each.get("type") == "TemplateProcessing")
+
+
+def _weights(model):
+    """Yields (name in llama.cpp, numpy array in fp32) of the weights."""
+    heads = {"attn_q": model.config.n_head, "attn_k": model.config.n_kv_head}
+    for name, weight in model.state_dict().items():
+        if name in OTHER_NAMES:
+            yield OTHER_NAMES[name], weight.numpy()
+            continue
+        for number, layer in enumerate(weight.unbind(0)):
+            layer = layer.numpy()
+            if name in heads and _arch(model.config) == "llama":
+                layer = _interleaved(layer, heads[name])
+            yield f"blk.{number}.{LAYER_NAMES[name]}", layer
+
+
+def _interleaved(weight, heads):
+    """Returns the rows in llama.cpp's order: for `llama`, its rotary turns neighbouring channels of a head together."""
+    rows, width = weight.shape
+    return weight.reshape(heads, 2, rows // heads // 2, width).swapaxes(1, 2).reshape(rows, width)
+
+
+def _stored(name, weight, kind):
+    """Returns the array to write, and the type in which it is quantized, or None. llama.cpp wants vectors in fp32."""
+    from gguf import GGMLQuantizationType, quants
+    if not np.isfinite(weight).all():
+        raise BadInput(f"{name} has a value that is not finite: give another checkpoint")
+    if weight.ndim == 1:
+        return weight, None
+    if kind == "q8_0" and weight.shape[1] % BLOCK == 0:
+        return quants.quantize(weight, GGMLQuantizationType.Q8_0), GGMLQuantizationType.Q8_0
+    if (largest := np.abs(weight).max()) > LARGEST_F16:
+        raise BadInput(f"{name} has {largest:,.0f}, and f16 ends at {LARGEST_F16:,}: give --gguf=q8_0, for rows of "
+                       f"whole {BLOCK}, or export for transformers")
+    return weight.astype(np.float16), None
