@@ -158,9 +158,13 @@ def _add_special_tokens(writer, path, tokenizer, meta):
         return tokenizer.special_tokens.get(token, number if is_id else default)
 
     # llama.cpp takes 11, a comma in many vocabularies, for what a file does not have.
-    writer.add_bos_token_id(id_of("bos", tokenizer.bos_id))
+    if meta.flags:  # training here puts it before each document, whatever the source does
+        writer.add_bos_token_id(tokenizer.bos_id)
+        writer.add_add_bos_token(True)
+    else:
+        writer.add_bos_token_id(id_of("bos", tokenizer.bos_id))
+        writer.add_add_bos_token(bool(config.get("add_bos_token", _puts_bos_first(tokenizer))))
     writer.add_eos_token_id(id_of("eos", tokenizer.bos_id))
-    writer.add_add_bos_token(bool(config.get("add_bos_token", _puts_bos_first(tokenizer) or not meta.source)))
     if fills_gaps(meta) and "<|fim_middle|>" in tokenizer.special_tokens:
         for key, names in GAPS.items():
             for name in [name for name in names if name in tokenizer.special_tokens][:1]:

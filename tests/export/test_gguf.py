@@ -141,6 +141,9 @@ def test_gap_tokens_are_named_once_a_model_was_trained_with_them(tmp_path, base_
     for key, name in names.items():
         assert found["tokenizer.ggml.tokens"][found[f"tokenizer.ggml.{key}_token_id"]] == name
     assert "tokenizer.ggml.fim_pad_token_id" not in found
+    # Training puts <|endoftext|> before each document, and the source puts nothing before a text.
+    assert found["tokenizer.ggml.tokens"][found["tokenizer.ggml.bos_token_id"]] == "<|endoftext|>"
+    assert found["tokenizer.ggml.add_bos_token"] is True
 
 
 def test_a_model_from_nothing_begins_and_ends_texts_as_in_its_training(tmp_path, base_dir):
