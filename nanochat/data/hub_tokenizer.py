@@ -160,9 +160,21 @@ class HubTokenizer:
             if number % 2:
                 found = map(self._byte_ids.get, part.encode("utf-8", "surrogateescape"))
                 ids += [token for token in found if token is not None]
-            else:  # in a batch: `encode` alone does not release the GIL
-                ids += self._library.encode_batch_fast([part], add_special_tokens=False)[0].ids
+            else:
+                ids += self._ids_of(part)
         return ids
+
+    def _ids_of(self, text):
+        try:  # in a batch: `encode` alone does not release the GIL
+            return self._library.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        except BaseException as error:  # a panic of Rust's is no Exception
+            if isinstance(error, KeyboardInterrupt):
+                raise
+            if len(text) < 2:
+                raise ValueError(f"text cannot be encoded ({error})") from None
+        # The regular expression gave up, as in ten million spaces: each half is then a text of its own.
+        half = text.rfind("\n", 1, len(text) // 2) + 1 or len(text) // 2
+        return self._ids_of(text[:half]) + self._ids_of(text[half:])
 
     def encode_to_numpy(self, text):
         """Returns the ids of `text` (str or bytes) as a uint32 array."""
@@ -251,6 +263,8 @@ def _library(config, control):
             step["prepend_scheme"] = "never"
         if step["type"] == "ByteLevel":
             step["add_prefix_space"] = False
+        if step["type"] == "Split" and step.get("behavior") == "Removed" and not step.get("invert"):
+            raise ValueError(f"it removes {json.dumps(step['pattern'])[:100]} from text, which would not come back")
     config["normalizer"] = {"type": "Sequence", "normalizers": _kept_normalizers(config.get("normalizer"))}
     config["model"] |= {"dropout": None}  # the same ids each time
     try:

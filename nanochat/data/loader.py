@@ -95,7 +95,7 @@ class RowQueue:
         except queue.Empty:
             what = f"rows of lane {self.lane.number} ({self.lane.reading})"
             raise TimeoutError(f"waited {TIMEOUT_S} s for {what}") from None
-        if isinstance(block, Exception):
+        if isinstance(block, BaseException):
             raise block
         self._size *= 2
         self._want()
@@ -106,7 +106,7 @@ class RowQueue:
         """Makes the next block. Only workers call it, and for each queue one worker at a time."""
         try:
             self._blocks.put(self.lane.make_rows(self._size))
-        except Exception as error:
+        except BaseException as error:  # a panic of a tokenizer in Rust is no Exception
             self._blocks.put(error)
 
 

@@ -72,7 +72,12 @@ def _write_checkpoint(folder, source, max_seq_len):
     with zipfile.ZipFile(folder / SOURCE, "w") as file:
         for name, content in small.items():
             file.writestr(zipfile.ZipInfo(name), content)  # without the time: the same files make the same bytes
-    tokenizer = load_tokenizer(checkpoint=folder)
+    try:
+        tokenizer = load_tokenizer(checkpoint=folder)
+    except BadInput as error:
+        reason = str(error).partition("cannot be loaded (")[2].rpartition("): ")[0] or error
+        raise BadInput(f"{source.name}: its tokenizer files cannot be used ({reason}): copy them again, or give a "
+                       "model with a BPE whose text comes back") from None
     if tokenizer.n_vocab > config.vocab_size:
         raise BadInput(f"{source.name}: its tokenizer has the id {tokenizer.n_vocab - 1}, but {CONFIG} says vocab_size "
                        f"{config.vocab_size}: give files that belong together")
@@ -111,8 +116,9 @@ def _read_config(source, small, max_seq_len):
 
 def licence_of(card):
     """Returns the licence that a model card (bytes) states in the lines at its top, or ""."""
-    top = re.match(r"---\s*\n(.*?)\n---", card.decode(errors="replace"), re.DOTALL)
-    stated = dict(re.findall(r"^(license\w*): *[\"']?(.*?)[\"']? *\r?$", top[1], re.MULTILINE)) if top else {}
+    top = re.match(r"---\s*\n(.*?)\n---", card.decode("utf-8-sig", errors="replace"), re.DOTALL)
+    lines = re.sub(r"(^license:) *\r?\n *- *", r"\1 ", top[1] if top else "", flags=re.MULTILINE)  # the first of a list
+    stated = dict(re.findall(r"^(license\w*): *[\"']?(.*?)[\"']? *\r?$", lines, re.MULTILINE))
     licence = stated.get("license", "")
     return stated.get("license_name", licence) if licence == "other" else licence
 

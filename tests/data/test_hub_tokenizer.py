@@ -260,6 +260,8 @@ def changed(files, *path, to):
     (["pre_tokenizer"], None, "no token of the byte 0x09"),
     (["pre_tokenizer"], {"type": "Whitespace"}, "no token of the byte 0x09"),
     (["pre_tokenizer", "pretokenizers", 0, "behavior"], "Removed", "come back"),
+    (["pre_tokenizer", "pretokenizers", 0], {"type": "Split", "pattern": {"String": "zqzq"}, "behavior": "Removed",
+                                             "invert": False}, "come back"),
     (["model", "vocab", "zqzq"], 1 << 40, "1099511627776"),
     (["model", "vocab", "zqzq"], -1, ""),
     (["model", "vocab"], {"a": 0}, ""),
@@ -277,6 +279,15 @@ def test_what_cannot_be_used_is_refused_in_one_line(tmp_path, made, path, to, re
     message = str(error.value)
     assert reason in message and "\n" not in message
     assert f"{tmp_path}/tokenizer.json" in message and "--tokenizer_dir" in message
+
+
+def test_text_on_which_the_librarys_regular_expression_gives_up_is_encoded_by_halves(made):
+    hard = changed(hub.files_of(*made[hub.qwen][:2]), "pre_tokenizer", "pretokenizers", 0, "pattern",
+                   to={"Regex": "(a|aa)+$"})
+    tokenizer = HubTokenizer(hard)
+    text = "int " + "a" * 60 + "b;\n" * 3
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.decode(tokenizer.encode("again")) == "again"
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff", b"{}" * 3, b'{"model": {}, "x": NaN}'])

@@ -282,6 +282,7 @@ LIES = {
     "no object": (lambda folder: (folder / "config.json").write_text("[1]"), ["config.json", "copy it again"]),
     "no config": (lambda folder: (folder / "config.json").unlink(), ["config.json", "no"]),
     "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), ["tokenizer"]),
+    "a broken tokenizer": (lambda folder: (folder / "tokenizer.json").write_text("{}"), ["model: its tokenizer files"]),
     "more ids than rows": (have_more_ids_than_rows, ["256", "vocab_size"]),
     "another width": (in_config(hidden_size=64, head_dim=8), ["shape", "(288, 32)", "(288, 64)"]),
     "fewer layers": (in_config(num_hidden_layers=2), ["model.layers.2", "unknown"]),
@@ -311,6 +312,15 @@ LIES = {
     "a missing shard": (lack_a_shard, ["model-1.safetensors", "none"]),
     "a tensor twice": (have_a_tensor_twice, ["model-0.safetensors", "model-1.safetensors"]),
 }
+
+
+@pytest.mark.parametrize("stated, licence", [
+    ("license: mit", "mit"), ("license: 'apache-2.0' ", "apache-2.0"), ("license:\n- mit\n- bsl-1.0", "mit"),
+    ("license: other\nlicense_name: own", "own"), ("tags: x", "")])
+def test_the_licence_is_what_the_card_states(stated, licence):
+    for begin, end in (("", "\n"), ("\ufeff", "\r\n")):
+        card = f"{begin}---\n{stated}\n---\n".replace("\n", end)
+        assert hub.licence_of(card.encode()) == licence
 
 
 @pytest.mark.parametrize("lie", LIES)
