@@ -52,5 +52,5 @@ def test_the_plan_counts_the_values_and_no_flops_of_theirs():
                    for values in ("shared", "off"))
     assert plan.parameters["value embeddings"] == 65536 * 256
     assert plan.flops_per_token == plain.flops_per_token and plan.num_iterations == plain.num_iterations
-    text = describe_plan(plan, type("Tokenizer", (), {"n_vocab": 65536, "sha256": "0" * 64}))[2]
+    text = describe_plan(plan, type("Tokenizer", (), {"n_vocab": 65536, "sha256": "0" * 64, "losses": ""}))[2]
     assert "16,777,216 value embeddings" in text
