@@ -23,17 +23,17 @@ class GPTConfig:
     """A field made with flag() is a flag of base_train, under the name `called` if there is one; a bool is `on` or
     `off` there. __post_init__ derives the fields that are None. Raises BadInput if the fields make no model.
 
-    Beside the fields, a config has what the program needs to know of a model: see models.py. A checkpoint is read for
-    ever, so a new field says in `before` what stood for it before it existed: that need not be
-    its default. A field that goes joins GONE_FIELDS (checkpoint/meta.py)."""
+    A checkpoint is read for ever, so a new field says in `before` what stood for it before it existed: that need not be
+    its default. A field that goes joins GONE_FIELDS (checkpoint/meta.py). models.py says what the program asks of a
+    config beside its fields."""
     vocab_size: int = 65536  # of the tokenizer
     n_layer: int = flag(16, "number of layers", called="depth", at_least=1, at_most=10_000)
     max_seq_len: int = flag(1024, "positions per row; sets the base of the rotary frequencies", at_least=1,
                             at_most=2**20)
     n_embd: int = flag(None, "width of the model; default: 64 × depth, rounded up to a multiple of 128",
                        called="model_dim", at_least=1, at_most=2**16, unset=-1)
-    n_head: int = flag(None, "attention heads; default: width / 128", called="num_heads", at_least=1, at_most=2**10,
-                       unset=-1)
+    n_head: int = flag(None, "attention heads; default: width / 128, or / --head_dim", called="num_heads",
+                       at_least=1, at_most=2**10, unset=-1)
     n_kv_head: int = flag(None, "key and value heads (grouped-query attention); default: as many as --num_heads",
                           called="num_kv_heads", at_least=1, at_most=2**10, unset=-1)
     window_pattern: str = flag("SSSL", "one letter per layer, repeated: L sees all positions, S a quarter of "
@@ -59,29 +59,22 @@ class GPTConfig:
                 "scales of the embedding": "x0_scale"}
 
     def __post_init__(self):
-        self._default("n_embd", in_whole(64 * self.n_layer, HEAD_DIM))
-        self._default("n_head", max(self.n_embd // HEAD_DIM, 1))
-        self._default("n_kv_head", self.n_head)
-        self._default("rotary_base", rotary_base_for(self.max_seq_len))
+        set_default(self, "n_embd", in_whole(64 * self.n_layer, HEAD_DIM))
+        set_default(self, "n_head", max(self.n_embd // HEAD_DIM, 1))
+        set_default(self, "n_kv_head", self.n_head)
+        set_default(self, "rotary_base", rotary_base_for(self.max_seq_len))
         self._check()
         quarter = 0
         if "S" in self.window_pattern:
             quarter = in_whole(self.max_seq_len, 4 * 128) // 4  # in whole tiles of TPUs (nanochat)
-        self._default("short_window", quarter)
-
-    def _default(self, name, value):
-        """Gives the field `name` this value if it has none."""
-        if getattr(self, name) is None:
-            object.__setattr__(self, name, value)
+        set_default(self, "short_window", quarter)
 
     def _check(self):
         require_limits(self)
         if self.n_embd % self.n_head or (self.n_embd // self.n_head) % 2:
             raise BadInput(f"--model_dim={self.n_embd} does not divide into --num_heads={self.n_head} heads of an even "
                            "size: change one of them")
-        if self.n_kv_head < 1 or self.n_head % self.n_kv_head:
-            raise BadInput(f"--num_kv_heads={self.n_kv_head} does not divide --num_heads={self.n_head}: change one of "
-                           "them")
+        require_heads(self)
         if not self.window_pattern or set(self.window_pattern) - set("SL"):
             raise BadInput(f"--window_pattern={self.window_pattern} is unknown: use letters S (short) and L (long), "
                            "for example SSSL")
@@ -108,7 +101,7 @@ class GPTConfig:
                                rate_horizon)
 
     def require_flags(self, flags):
-        """Returns None: a GPT has all flags."""
+        """Refuses none: a GPT has all flags but those that config_from_flags refuses."""
 
     def with_rows(self, max_seq_len):
         """Returns the same config: its rotary frequencies belong to its row length."""
@@ -138,6 +131,12 @@ def flag_name(field):
     return field.metadata.get("called", field.name)
 
 
+def set_default(config, name, value):
+    """Gives the field `name` of a config this value if it has none."""
+    if getattr(config, name) is None:
+        object.__setattr__(config, name, value)
+
+
 def require_limits(config):
     """Raises BadInput if a field of a config is beyond the most that its flag takes."""
     for field in fields(config):
@@ -145,6 +144,13 @@ def require_limits(config):
         most = field.metadata["limits"][2] if field.metadata else math.inf
         if isinstance(size, (int, float)) and size > most:
             raise BadInput(f"--{flag_name(field)}={size:g} is more than {most:g}: give a smaller one")
+
+
+def require_heads(config):
+    """Raises BadInput if a config's key heads do not divide its heads."""
+    if config.n_kv_head < 1 or config.n_head % config.n_kv_head:
+        raise BadInput(f"--num_kv_heads={config.n_kv_head} does not divide --num_heads={config.n_head}: change one of "
+                       "them")
 
 
 def rotary_base_for(max_seq_len):

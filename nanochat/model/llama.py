@@ -1,13 +1,13 @@
 """The Llama family: Llama, SmolLM2, Qwen2, Qwen2.5-Coder and Qwen3, trained from nothing or from the weights of others
 (scripts/import_hf.py). RMSNorm with weights, rotary positions, grouped-query attention, SwiGLU; for Qwen2 biases of
 queries, keys and values, for Qwen3 QK-norm; the head may be the embedding."""
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 
 import torch
 import torch.nn.functional as F
 
 from nanochat.common import BadInput, flag
-from nanochat.model.config import in_whole, require_limits
+from nanochat.model.config import GPTConfig, in_whole, require_heads, require_limits, set_default
 from nanochat.model.decoder import Decoder
 from nanochat.model.layers import ALONE, PLAIN, apply_rotary, norm, split_heads
 from nanochat.model.rates import AdamW, OptimConfig, Rules
@@ -20,7 +20,7 @@ BEGUN_LR = 3e-5  # of one that begins with trained weights: Qwen's makers name i
 
 RANDOM = Start(normal=0.02)  # as transformers begins
 ONES = Start.at(1.0)
-_ADAM = Rate("")  # one rate for all, see llama_rules
+_ADAM = Rate("")  # one rate for all, see LlamaConfig.rules
 WEIGHTS = (
     Weight("wte", "V C", "embedding", RANDOM, rate=_ADAM),
     Weight("attn_norm", "L C", "vectors", ONES, rate=_ADAM, divides="nothing"),
@@ -93,17 +93,23 @@ class Llama(Decoder):
         return self.wte if self.config.tied_head else self.lm_head
 
 
+def _as_in_gpt(name):
+    """Returns a field whose flag is that of the GPTConfig's field `name`."""
+    theirs = next(each for each in fields(GPTConfig) if each.name == name)
+    return field(default=theirs.default, metadata=theirs.metadata)
+
+
 @dataclass(frozen=True)
 class LlamaConfig:
     """As GPTConfig. Fields without flag() come with imported weights. Rows of attn_q and attn_k are in transformers'
     order: rotary turns the channels i and i + head_dim / 2 of a head together."""
     arch: str = "llama"
     vocab_size: int = 65536  # rows of the embedding: at least as many as the tokenizer has tokens
-    n_layer: int = flag(16, "", called="depth", at_least=1, at_most=10_000)
-    max_seq_len: int = flag(1024, "", at_least=1, at_most=2**20)
-    n_embd: int = flag(None, "", called="model_dim", at_least=1, at_most=2**16, unset=-1)
-    n_head: int = flag(None, "", called="num_heads", at_least=1, at_most=2**10, unset=-1)
-    n_kv_head: int = flag(None, "", called="num_kv_heads", at_least=1, at_most=2**10, unset=-1)
+    n_layer: int = _as_in_gpt("n_layer")
+    max_seq_len: int = _as_in_gpt("max_seq_len")
+    n_embd: int = _as_in_gpt("n_embd")
+    n_head: int = _as_in_gpt("n_head")
+    n_kv_head: int = _as_in_gpt("n_kv_head")
     head_dim: int = flag(64, "size of an attention head, with --arch=llama", at_least=2, at_most=2**10, unset=-1)
     mlp_dim: int = flag(None, "hidden units of the MLP, with --arch=llama; default: 8/3 × width, in whole 128",
                         at_least=1, at_most=2**18, unset=-1)
@@ -127,19 +133,15 @@ class LlamaConfig:
     has_values = False
 
     def __post_init__(self):
-        for name, value in (("n_embd", lambda: in_whole(64 * self.n_layer, 128)),
-                            ("n_head", lambda: max(self.n_embd // self.head_dim, 1)),
-                            ("n_kv_head", lambda: self.n_head),
-                            ("mlp_dim", lambda: in_whole(self.n_embd * 8 // 3, 128)),
-                            ("max_positions", lambda: self.max_seq_len)):
-            if getattr(self, name) is None:
-                object.__setattr__(self, name, value())
+        set_default(self, "n_embd", in_whole(64 * self.n_layer, 128))
+        set_default(self, "n_head", max(self.n_embd // self.head_dim, 1))
+        set_default(self, "n_kv_head", self.n_head)
+        set_default(self, "mlp_dim", in_whole(self.n_embd * 8 // 3, 128))
+        set_default(self, "max_positions", self.max_seq_len)
         require_limits(self)
+        require_heads(self)
         if self.head_dim % 2:
             raise BadInput(f"--head_dim={self.head_dim}: rotary turns pairs of channels, so give an even one")
-        if self.n_kv_head < 1 or self.n_head % self.n_kv_head:
-            raise BadInput(f"--num_kv_heads={self.n_kv_head} does not divide --num_heads={self.n_head}: change one of "
-                           "them")
         if self.max_seq_len > self.max_positions:
             raise BadInput(f"--max_seq_len={self.max_seq_len} is more than the {self.max_positions} positions that the "
                            "model has: give at most that")
@@ -175,9 +177,9 @@ class LlamaConfig:
         """Raises BadInput for flags, train.flags.Flags, that this family does not have."""
         refused = {"products": "bfloat16", "seq_len_ramp": ""}
         schedule = ("lr_scale", "warmup_steps", "warmdown_ratio", "final_lr_frac")
-        for field in fields(OptimConfig):
-            if field.name not in schedule:
-                refused[field.name] = field.default
+        for each in fields(OptimConfig):
+            if each.name not in schedule:
+                refused[each.name] = each.default
         given = flags.as_dict()
         for name, default in refused.items():
             if given[name] != default:

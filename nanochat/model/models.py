@@ -33,7 +33,7 @@ def _flags_of(config_class):
     return {flag_name(field): field for field in fields(config_class) if field.metadata}
 
 
-CONFIG_FLAGS = _flags_of(LlamaConfig) | _flags_of(GPTConfig)  # all of them but --arch
+CONFIG_FLAGS = _flags_of(GPTConfig) | _flags_of(LlamaConfig)  # all of them but --arch
 KEPT = tuple(name for config_class in MODELS.values() for name in config_class.kept)
 
 

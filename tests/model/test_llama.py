@@ -1,10 +1,13 @@
 """The Llama family computes what transformers does, and its layer is one layer on every kernel."""
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch_xla
 
 from nanochat.common import BadInput
 from nanochat.device.ranks import Dist
+from nanochat.export.llama import weights
 from nanochat.infer.readers import BLOCK, Reader, StaticReader
 from nanochat.kernels.choose import get_kernels
 from nanochat.model.decoder import KVCache
@@ -16,12 +19,6 @@ SMALL = {"vocab_size": 40, "n_layer": 3, "max_seq_len": 96, "n_embd": 24, "n_hea
          "mlp_dim": 40}
 VARIANTS = {"llama": {}, "own head": {"tied_head": False, "rope_theta": 5e5},
             "qwen2": {"qkv_bias": True, "norm_eps": 1e-6}, "qwen3": {"qk_norm": True, "tied_head": False}}
-NAMES = {
-    "attn_norm": "input_layernorm.weight", "attn_q": "self_attn.q_proj.weight", "attn_k": "self_attn.k_proj.weight",
-    "attn_v": "self_attn.v_proj.weight", "q_bias": "self_attn.q_proj.bias", "k_bias": "self_attn.k_proj.bias",
-    "v_bias": "self_attn.v_proj.bias", "q_norm": "self_attn.q_norm.weight", "k_norm": "self_attn.k_norm.weight",
-    "attn_o": "self_attn.o_proj.weight", "mlp_norm": "post_attention_layernorm.weight",
-    "mlp_gate": "mlp.gate_proj.weight", "mlp_in": "mlp.up_proj.weight", "mlp_out": "mlp.down_proj.weight"}
 
 
 @pytest.fixture(params=VARIANTS)
@@ -54,10 +51,7 @@ def of_transformers(model):
         max_position_embeddings=config.max_positions,
         rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta})
     made = getattr(transformers, f"{kind}ForCausalLM")(theirs).eval()
-    state = {"model.embed_tokens.weight": model.wte, "model.norm.weight": model.out_norm, "lm_head.weight": model.head}
-    for name, theirs in NAMES.items():
-        for layer, weight in enumerate(getattr(model, name, ())):
-            state[f"model.layers.{layer}.{theirs}"] = weight
+    state = weights(model, SimpleNamespace(source={})) | {"lm_head.weight": model.head}
     made.load_state_dict(state)
     return made
 
