@@ -12,6 +12,10 @@ from nanochat.common import BadInput
 from nanochat.model.models import MODELS
 
 FORMAT = 2  # of a checkpoint. Whoever changes the meaning of a field of Meta, or of a config, raises it
+# What Meta.source says, all of it texts: ORG/NAME or the folder's name, the Hub's commit or "", the licence that the
+# model card states or "", and two names of transformers, such as llama and bfloat16.
+SOURCE_FIELDS = {"model", "commit", "licence", "model_type", "dtype"}
+SOURCE_DTYPES = ("bfloat16", "float16", "float32")
 GONE_FIELDS = {"ngram_rows": 0}  # of configs: the value that meant "off", the only one that is still read
 
 
@@ -32,7 +36,7 @@ class Meta:
     seconds: dict = field(default_factory=dict)  # {name: seconds}, see Goodput
     task: str = "language"
     mesh: dict = field(default_factory=dict)  # {axis: chips} on which it was trained; a resumed run may use another
-    source: dict = field(default_factory=dict)  # of imported weights and what was trained from them: export/hub.py
+    source: dict = field(default_factory=dict)  # of imported weights, and of what was trained from them: SOURCE_FIELDS
     is_pause: bool = False  # the run finished or was told to stop here: the time until it resumes is not lost
 
     def to_json(self):
@@ -73,6 +77,10 @@ class Meta:
             value = getattr(meta, each.name)
             if not isinstance(value, each.type):
                 raise TypeError(f"{each.name} is {json.dumps(value)[:40]}")
+        source = meta.source
+        is_source = source.keys() == SOURCE_FIELDS and all(isinstance(value, str) for value in source.values())
+        if source and not (is_source and source["dtype"] in SOURCE_DTYPES):
+            raise TypeError(f"source is {json.dumps(source)[:100]}")
         return meta
 
 

@@ -14,12 +14,14 @@ import json
 import os
 import re
 import unicodedata
+import zipfile
+import zlib
 from collections import Counter
 
 import numpy as np
 import tokenizers
 
-from nanochat.common import BadInput
+from nanochat.common import SOURCE, BadInput
 from nanochat.data.tokenizer_files import SPECIAL_TOKENS, hash_of
 
 FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")  # only the first must be there
@@ -40,6 +42,15 @@ OTHER_NAMES = {
     "<|file_sep|>": ("<file_sep>",), "<|pad|>": ("<pad>", "[PAD]", "<|padding|>")}
 # SmolLM2 has no tokens for gaps: --fim_rate gives their meaning to these, which are for notebooks.
 LENT = {"<|fim_prefix|>": "<jupyter_start>", "<|fim_suffix|>": "<jupyter_text>", "<|fim_middle|>": "<jupyter_code>"}
+
+
+def read_source(checkpoint):
+    """Returns {name: content} of the files in a checkpoint's SOURCE. Raises ValueError if it is damaged."""
+    try:
+        with zipfile.ZipFile(checkpoint / SOURCE) as file:
+            return {name: file.read(name) for name in file.namelist()}
+    except (OSError, zipfile.BadZipFile, NotImplementedError, RuntimeError, zlib.error) as error:
+        raise ValueError(f"{SOURCE}: {error}") from None
 
 
 def byte_of_character():

@@ -11,7 +11,6 @@ import functools
 import json
 import pickle
 import re
-import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -20,7 +19,7 @@ import numpy as np
 import tiktoken
 
 from nanochat.common import SOURCE, BadInput, expand_path, flag, get_base_dir
-from nanochat.data.hub_tokenizer import FILES, HubTokenizer
+from nanochat.data.hub_tokenizer import FILES, HubTokenizer, read_source
 from nanochat.data.tokenizer_files import config_json, hash_of, vocabulary_lines
 
 SHIPPED_DIR = Path(__file__).resolve().parents[2] / "tokenizer"  # in a checkout
@@ -263,11 +262,8 @@ def _read_huggingface(path):
 
 
 def _read_source(path):
-    try:
-        with zipfile.ZipFile(path) as source:
-            return HubTokenizer({name: source.read(name) for name in FILES if name in source.namelist()})
-    except zipfile.BadZipFile as error:
-        raise ValueError(str(error)) from None
+    found = read_source(path.parent)
+    return HubTokenizer({name: found[name] for name in FILES if name in found})
 
 
 def _is_huggingface(path):

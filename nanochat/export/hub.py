@@ -1,7 +1,6 @@
 """Public weights in: a model of the Llama family, as on Hugging Face's Hub, becomes the checkpoint of step 0 of a run.
 
-Its Meta has no flags, and as `source` {"model": ORG/NAME or the folder's name, "commit": of the Hub or "", "licence":
-what its card states or "", "model_type": "llama", "dtype": "bfloat16"}. SOURCE has the small files that came along.
+Its Meta has no flags, and a `source`. SOURCE has the small files that came along.
 """
 import json
 import math
@@ -26,8 +25,8 @@ from nanochat.checkpoint.on_disk import META, MODEL, OPTIMIZER, SOURCE, SUMS
 from nanochat.checkpoint.pieces import Layout
 from nanochat.common import BadInput, Outage, expand_path, is_disk_full, require_file
 from nanochat.data.bucket import data_place, in_bucket
+from nanochat.data.hub_tokenizer import HubTokenizer
 from nanochat.data.storage import Interruption, Retries, copy_files, list_files
-from nanochat.data.tokenizer import load_tokenizer
 from nanochat.export.llama import CARD, CONFIG, SMALL_FILES, matches, read_config, their_names, their_shapes
 from nanochat.model.weights import shapes
 from nanochat.run.processes import exclusive_use
@@ -73,11 +72,10 @@ def _write_checkpoint(folder, source, max_seq_len):
         for name, content in small.items():
             file.writestr(zipfile.ZipInfo(name), content)  # without the time: the same files make the same bytes
     try:
-        tokenizer = load_tokenizer(checkpoint=folder)
-    except BadInput as error:
-        reason = str(error).partition("cannot be loaded (")[2].rpartition("): ")[0] or error
-        raise BadInput(f"{source.name}: its tokenizer files cannot be used ({reason}): copy them again, or give a "
-                       "model with a BPE whose text comes back") from None
+        tokenizer = HubTokenizer(small)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise BadInput(f"{source.name}: its tokenizer files cannot be used ({type(error).__name__}: {_line(error)}): "
+                       "copy them again, or give a model with a BPE whose text comes back") from None
     if tokenizer.n_vocab > config.vocab_size:
         raise BadInput(f"{source.name}: its tokenizer has the id {tokenizer.n_vocab - 1}, but {CONFIG} says vocab_size "
                        f"{config.vocab_size}: give files that belong together")

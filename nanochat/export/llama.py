@@ -1,13 +1,13 @@
 """The Llama family as Hugging Face's transformers spells it: names of weights, config.json and the small files, for the
 import (hub.py) and the export (export.py)."""
 import json
-import zipfile
 from fnmatch import fnmatchcase
 
 import torch
 
 from nanochat.checkpoint.on_disk import SOURCE
 from nanochat.common import BadInput
+from nanochat.data.hub_tokenizer import read_source
 from nanochat.model.llama import LlamaConfig
 from nanochat.model.weights import shapes
 
@@ -117,7 +117,7 @@ def _is_plain_rope(rope):
 
 def weights(model, meta):
     """Returns the weights by their names in transformers, in the dtype that they came in or else in fp32."""
-    dtype = getattr(torch, meta.source.get("dtype", "float32"))
+    dtype = getattr(torch, meta.source["dtype"] if meta.source else "float32")
     found = {}
     for name, weight in model.state_dict().items():
         layers = [weight] if name in OTHER_NAMES else weight.unbind(0)
@@ -127,9 +127,14 @@ def weights(model, meta):
 
 
 def small_files(path):
-    """Returns {name: bytes} of the small files that came with the weights of the checkpoint at `path`."""
-    with zipfile.ZipFile(path / SOURCE) as file:
-        return {name: file.read(name) for name in file.namelist() if matches(name, SMALL_FILES)}
+    """Returns {name: bytes} of the small files that came with the weights of the checkpoint at `path`. Raises BadInput
+    if they are damaged."""
+    try:
+        found = {name: content for name, content in read_source(path).items() if matches(name, SMALL_FILES)}
+        read_config(json.loads(found[CONFIG]))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, BadInput) as error:
+        raise BadInput(f"checkpoint {path} is damaged ({SOURCE}: {error}): use another one") from None
+    return found
 
 
 def config_json(config):

@@ -88,8 +88,8 @@ def write_gguf(file, path, model, tokenizer, meta, kind):
     split = find_split(tokenizer)
     writer = gguf.GGUFWriter(file, _arch(model.config))
     writer.add_uint64(MARK, meta.step)
-    writer.add_name(meta.source.get("model") or path.parent.name)
-    if meta.source.get("licence"):
+    writer.add_name(meta.source["model"] if meta.source else path.parent.name)
+    if meta.source and meta.source["licence"]:
         writer.add_license(meta.source["licence"])
     writer.add_file_type({"f16": gguf.LlamaFileType.MOSTLY_F16, "q8_0": gguf.LlamaFileType.MOSTLY_Q8_0}[kind])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)

@@ -6,7 +6,7 @@ import torch
 from safetensors import SafetensorError
 
 from nanochat.checkpoint.meta import load_meta, read_language_config
-from nanochat.checkpoint.on_disk import MODEL, find_problem, sha256_of_files, tensor_files
+from nanochat.checkpoint.on_disk import MODEL, SOURCE, find_problem, sha256_of_files, tensor_files
 from nanochat.checkpoint.pieces import load_tensors
 from nanochat.common import BadInput, flag, not_empty
 from nanochat.data.tokenizer import TokenizerFlags, check_tokenizer, load_tokenizer
@@ -41,6 +41,8 @@ def load_language_meta(path):
     if meta.task != "language":
         raise BadInput(f"{path} is of the task {meta.task}, not a language model: give a run of base_train")
     read_language_config(path, meta)
+    if meta.source and not (path / SOURCE).exists():
+        raise BadInput(f"checkpoint {path} is damaged ({SOURCE} is missing): use another one")
     return meta
 
 

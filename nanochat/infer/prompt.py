@@ -48,8 +48,8 @@ def fills_gaps(meta):
     """Returns whether the model of a Meta was trained to fill gaps: with --fim_rate, or before its import. Qwen's plain
     models have the tokens for gaps, too, but only those called Coder were trained with them."""
     source = meta.source
-    is_coder = source.get("model_type", "").startswith("qwen") and "coder" in source.get("model", "").lower()
-    return meta.flags.get("fim_rate", 0) > 0 or is_coder
+    is_coder = source and source["model_type"].startswith("qwen") and "coder" in source["model"].lower()
+    return meta.flags.get("fim_rate", 0) > 0 or bool(is_coder)
 
 
 def default_extra_tokens(meta):

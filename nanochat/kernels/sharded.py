@@ -105,7 +105,14 @@ class Sharding:
 
     def ranks(self):
         """Returns the Ranks of a layer that autograd differentiates."""
-        return Ranks(*[partial(function.apply, self) for function in (_Share, _Join, _Own)])
+        def own(vector):
+            return self.own_part(vector[None], vector.size(0) // len(self.tensor_groups[0]))[0]
+
+        return Ranks(partial(_Share.apply, self), partial(_Join.apply, self), own)
+
+    def own_part(self, x, width):
+        """Returns own_columns, with a gradient."""
+        return _Own.apply(self, x, width)
 
     def head(self, part, dtype):
         """Returns a list: the rows of the head that this rank computes with, from its part, in `dtype`; along tensor,
@@ -172,18 +179,18 @@ class _Join(torch.autograd.Function):
 
 
 class _Own(torch.autograd.Function):
-    """See layers.Ranks."""
+    """See Sharding.own_part."""
 
     @staticmethod
-    def forward(ctx, sharding, vector):
+    def forward(ctx, sharding, x, width):
         ctx.sharding = sharding
-        ctx.width = vector.size(0) // len(sharding.tensor_groups[0])
-        return sharding.own_columns(vector[None], ctx.width)[0]
+        ctx.width = width
+        return sharding.own_columns(x, width)
 
     @staticmethod
     def backward(ctx, d_own):
         use_device_of(d_own)
-        return None, ctx.sharding.all_columns(d_own[None], ctx.width)[0]
+        return None, ctx.sharding.all_columns(d_own, ctx.width), None
 
 
 WHOLE = Sharding()

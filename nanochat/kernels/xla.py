@@ -8,7 +8,7 @@ import torch
 
 from nanochat.common import BadInput
 from nanochat.device import tpu
-from nanochat.device.xla_ops import import_jax, jax_call, row_major_matmul, take, use_device_of
+from nanochat.device.xla_ops import import_jax, jax_call, row_major_matmul, take
 from nanochat.kernels import plain, xla_loss
 from nanochat.kernels.attention_tiles import MAX_WHOLE
 from nanochat.kernels.gpt_layer import AttentionByHand, How, layer_for_loop
@@ -47,7 +47,8 @@ def get_kernels(name, interpret, sharding, chunk_tokens, products):
             rotary = _pallas_tables(*rotary)
         if values and sharding.tensor_groups:
             width = sharding.whole_shape(stacks.attn_v).size(1)
-            values = values._replace(array=_OfOwnHeads.apply(values.array, width, sharding))
+            # This rank's heads of what every rank along tensor has looked up.
+            values = values._replace(array=sharding.own_part(values.array, width))
         return run_layers(layer, x, stacks, of_layers, rotary, recompute == "all", values)
 
     def embedding(ids, table, dtype):
@@ -146,19 +147,3 @@ class _Times(torch.autograd.Function):
         x, = ctx.saved_tensors
         ctx.weight.main_grad.add_((d_out.float() * x.float()).flatten(0, -2).sum(0))
         return d_out * ctx.weight, None
-
-
-class _OfOwnHeads(torch.autograd.Function):
-    """Returns this rank's heads, (B, T, n × width), of what n layers add to attention's values, (B, T, n × C_kv), which
-    every rank along tensor has looked up."""
-
-    @staticmethod
-    def forward(ctx, values, width, sharding):
-        ctx.width = width
-        ctx.sharding = sharding
-        return sharding.own_columns(values, width)
-
-    @staticmethod
-    def backward(ctx, d_own):
-        use_device_of(d_own)
-        return ctx.sharding.all_columns(d_own, ctx.width), None, None

@@ -28,6 +28,11 @@ def make_state(seed=0):
     return model, optimizer
 
 
+def make_source(**fields):
+    """Returns a Meta's source."""
+    return {"model": "some/model", "commit": "", "licence": "mit", "model_type": "qwen2", "dtype": "float32"} | fields
+
+
 def save(run_dir, step, keep=100, keep_every=-1, uploader=None):
     """Saves a checkpoint of two lanes, whose weights depend on `step`; returns its path."""
     save_lane_states(run_dir, step, {0: {"row": step}, 1: {"row": step, "buffer": [1, 2, 3]}})

@@ -10,7 +10,7 @@ from nanochat.checkpoint.on_disk import META
 from nanochat.common import BadInput
 from nanochat.model.config import GPTConfig
 from nanochat.model.models import CONFIG_FLAGS, require_as_saved
-from tests.checkpoint.states import make_meta
+from tests.checkpoint.states import make_meta, make_source
 
 CONFIG = asdict(GPTConfig(vocab_size=270, max_seq_len=32, n_layer=2, n_embd=64, n_head=2))
 
@@ -70,6 +70,13 @@ def test_a_config_that_makes_no_model_is_refused_by_the_name_of_its_field(tmp_pa
     assert "\n" not in str(error.value)
     meta = make_meta(config=CONFIG | {"softcap": 15, "rotary_base": 10_000})
     assert read_config(tmp_path, meta, GPTConfig) == GPTConfig(**CONFIG)
+
+
+@pytest.mark.parametrize("change", [{"dtype": "zzz"}, {"dtype": 3}, {"model": None}, {"more": ""}])
+def test_a_source_of_another_form_is_damage(tmp_path, change):
+    (tmp_path / META).write_text(json.dumps(make_meta(source=make_source(**change)).to_json()))
+    with pytest.raises(BadInput, match="is damaged .*source is"):
+        load_meta(tmp_path)
 
 
 def test_a_checkpoint_of_other_flags_or_data_is_refused_with_both_values(tmp_path):

@@ -1,5 +1,6 @@
 """A public model becomes a checkpoint and an export again: real models of transformers, whose weights, logits and files
 must come back, and files that lie, which must end in one line."""
+import io
 import json
 import os
 import shutil
@@ -92,6 +93,14 @@ def tensors_in(folder):
     for path in folder.glob("*.safetensors"):
         found |= load_file(path)
     return found
+
+
+def zipped_of(files):
+    found = io.BytesIO()
+    with zipfile.ZipFile(found, "w") as file:
+        for name, content in files.items():
+            file.writestr(name, content)
+    return found.getvalue()
 
 
 def import_to(run, place, *flags):
@@ -312,6 +321,21 @@ LIES = {
     "a missing shard": (lack_a_shard, ["model-1.safetensors", "none"]),
     "a tensor twice": (have_a_tensor_twice, ["model-0.safetensors", "model-1.safetensors"]),
 }
+
+
+@pytest.mark.parametrize("content", [None, b"", zipped_of({}), zipped_of({"config.json": "[]"})])
+def test_a_checkpoint_whose_small_files_are_damaged_is_exported_nowhere(folder, base_dir, tmp_path, content):
+    """Though its checksums agree."""
+    path = import_to("imported", folder)
+    (path / on_disk.SOURCE).unlink()
+    files = [path / on_disk.MODEL, path / on_disk.META]
+    if content is not None:
+        (path / on_disk.SOURCE).write_bytes(content)
+        files.append(path / on_disk.SOURCE)
+    (path / on_disk.SUMS).write_text(on_disk.sums_text(files))
+    with pytest.raises(BadInput, match="source.zip") as error:
+        export.main(["--checkpoint=imported", f"--out={tmp_path}/out", f"--tokenizer_dir={folder}"])
+    assert "\n" not in str(error.value) and not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("stated, licence", [

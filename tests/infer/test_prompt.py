@@ -5,7 +5,7 @@ import pytest
 
 from nanochat.data.tokenizer import Infill, load_tokenizer
 from nanochat.infer.prompt import Special, Window, encode_prompt, fills_gaps, first_tokens, gap_prompt
-from tests.checkpoint.states import make_meta
+from tests.checkpoint.states import make_meta, make_source
 
 LINES = "".join(f"    total += values[{i}];\n" for i in range(200))  # a token is a byte here
 ROOM = 192
@@ -126,4 +126,4 @@ def test_other_files_stand_in_front_of_a_gap_as_training_shows_it(texts_of, toke
     ({}, {"model": "deepseek-coder-1.3b", "model_type": "llama"}, False),  # whose tokens have other names
     ({"fim_rate": 0.5}, {"model": "SmolLM2-135M", "model_type": "llama"}, True)])
 def test_gaps_are_for_models_that_were_trained_with_them(flags, source, fills):
-    assert fills_gaps(make_meta(flags=flags, source=source)) == fills
+    assert fills_gaps(make_meta(flags=flags, source=source and make_source(**source))) == fills

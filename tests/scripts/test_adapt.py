@@ -25,7 +25,7 @@ from nanochat.model.rates import gpt_rules
 from nanochat.train.flags import Flags as TrainFlags
 from nanochat.train.flags import parse_flags
 from scripts import adapt
-from tests.checkpoint.states import make_meta
+from tests.checkpoint.states import make_meta, make_source
 from tests.conftest import last_of_each
 from tests.data.documents import ByteTokenizer
 from tests.data.hub import files_of, hub_tokenizer, qwen, zipped
@@ -93,7 +93,7 @@ def test_an_adapted_run_has_the_batch_and_lower_rates_than_the_run_before():
 def test_imported_weights_are_adapted_in_small_steps_at_one_ten_thousandth(monkeypatch):
     monkeypatch.setenv("CPU_NUM_DEVICES", "4")
     config = LlamaConfig(vocab_size=300, n_layer=1, max_seq_len=2048)
-    meta = Meta(0, asdict(config), "", "", {}, "", source={"model": "some/model"})
+    meta = Meta(0, asdict(config), "", "", {}, "", source=make_source())
     for device_type, devices in (("cpu", 1), ("xla", 4)):
         flags = parse_flags(adapt.training_flags(adapt.Flags(device_type=device_type), Path("a"), meta, 6, Path("f")))
         assert flags.batch.total_batch_size == 1024 * devices and flags.batch.device_batch_size == 2
@@ -110,7 +110,7 @@ def test_a_public_model_is_adapted_with_installed_headers_for_its_unknown_data(b
     model = config.new_model(config, get_kernels("current", "cpu")).init_weights()
     save_checkpoint(base_dir / "checkpoints/public", model.state_dict(), {}, make_meta(
         0, config=asdict(config), tokenizer_sha256=tokenizer.sha256, flags={}, rng="",
-        source={"model": "some/model", "model_type": "qwen2", "dtype": "float32"}), num_lanes=0,
+        source=make_source()), num_lanes=0,
         source=zipped(files_of(*qwen())))
     project = tmp_path / "project"
     project.mkdir()

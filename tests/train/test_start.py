@@ -22,7 +22,7 @@ from nanochat.train.language import make_task
 from nanochat.train.prepare import prepare, run_directory
 from nanochat.train.start import as_begun, run_tokenizer, with_start
 from scripts.base_train import main
-from tests.checkpoint.states import make_meta
+from tests.checkpoint.states import make_meta, make_source
 from tests.conftest import LLAMA, add_records, last_of_each
 from tests.data.hub import files_of, hub_tokenizer, qwen, smollm2, zipped
 
@@ -135,7 +135,7 @@ def imported(first):
     """The checkpoint of that run, as an import would make it."""
     path = get_base_dir() / "checkpoints/first/step_000008"
     meta = json.loads((path / on_disk.META).read_text())
-    (path / on_disk.META).write_text(json.dumps(meta | {"flags": {}, "rng": "", "source": {"licence": "mit"}}))
+    (path / on_disk.META).write_text(json.dumps(meta | {"flags": {}, "rng": "", "source": make_source()}))
     (path / on_disk.SOURCE).write_bytes(b"a zip")
     (path / on_disk.OPTIMIZER).unlink()
     files = [path / name for name in (on_disk.MODEL, on_disk.META, on_disk.SOURCE)]
@@ -145,7 +145,7 @@ def imported(first):
 
 def test_what_came_with_imported_weights_is_in_every_checkpoint_that_begins_with_them(train, imported):
     def require_source(path):
-        assert load_meta(path).source == {"licence": "mit"}
+        assert load_meta(path).source == make_source()
         assert (path / on_disk.SOURCE).read_bytes() == b"a zip" and on_disk.find_problem(path) is None
 
     path = on_disk.latest(train("--init_from=first", "--save_every=3", run="second").run_dir)
@@ -178,7 +178,7 @@ def hub_model(tmp_path):
     config = LlamaConfig(vocab_size=tokenizer.n_vocab + 3, n_layer=1, max_seq_len=64, max_positions=64, n_embd=32,
                          n_head=2, n_kv_head=1, head_dim=16, mlp_dim=64)
     model = config.new_model(config, get_kernels("current", "cpu")).init_weights(1)
-    source = {"model": "some/coder", "model_type": "qwen2", "dtype": "float32"}
+    source = make_source(model="some/coder")
     return save_checkpoint(tmp_path / "imported", model.state_dict(), {}, make_meta(
         0, config=asdict(config), tokenizer_sha256=tokenizer.sha256, flags={}, rng="", source=source), num_lanes=0,
         source=zipped(files_of(*qwen())))
