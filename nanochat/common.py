@@ -147,12 +147,21 @@ class ArgumentParser(argparse.ArgumentParser):
     def parse_args(self, args=None, namespace=None):
         found, unknown = self.parse_known_args(args, namespace)
         for word in unknown:
-            if instead := self.gone.get(word.partition("=")[0].removeprefix("--")):
-                self.error(f"{word} is gone: {instead}")
-            near = self._near(word.partition("=")[0])
-            advice = f"did you mean {near}?" if near else "--help lists all flags"
-            self.error(f"{word if word.strip() else repr(word)} is not a flag: {advice}")
+            self._refuse(word)
         return found
+
+    def require_flags(self, words):
+        """Raises BadInput if one of the words --NAME=VALUE names no flag."""
+        for word in words:
+            if word.partition("=")[0] not in self._option_string_actions:
+                self._refuse(word)
+
+    def _refuse(self, word):
+        if instead := self.gone.get(word.partition("=")[0].removeprefix("--")):
+            self.error(f"{word} is gone: {instead}")
+        near = self._near(word.partition("=")[0])
+        advice = f"did you mean {near}?" if near else "--help lists all flags"
+        self.error(f"{word if word.strip() else repr(word)} is not a flag: {advice}")
 
     def _near(self, name):
         """Returns the flags that may be meant by `name`, as text; "" if there is none."""
@@ -264,7 +273,7 @@ def _add_flag(group, field_):
 def read_flags(argv, description, titles, first=(), gone=None):
     """Returns an object of each data class in `titles`, {data class: title of its flags in --help}, whose fields are
     made with flag(). argv: the arguments; None: those of this process. first: names of flags that --help shows first.
-    gone: see ArgumentParser. Raises BadInput."""
+    gone: see ArgumentParser. --config=FILE gives flags that `argv` lacks. Raises BadInput."""
     parser = ArgumentParser(prog=f"python3 -m scripts.{Path(sys.argv[0]).stem}", description=description,
                             usage="%(prog)s [--flag=value …]" if first else None, add_help=False)
     parser.gone = gone or {}
@@ -278,10 +287,70 @@ def read_flags(argv, description, titles, first=(), gone=None):
         for field_ in fields(data_class):
             if field_.metadata and field_.name not in first:
                 _add_flag(group, field_)
-    parser.add_argument_group("help").add_argument("-h", "--help", action="help", help="show this text")
-    found = parser.parse_args(argv)
+    group = parser.add_argument_group("help")
+    group.add_argument("-h", "--help", action="help", help="show this text")
+    group.add_argument("--config", metavar="FILE", action=_Once,
+                       help="TOML file of flags, such as depth = 16; those of the command line win")
+    argv = sys.argv[1:] if argv is None else list(argv)
+    found = parser.parse_args([*_from_config(argv, parser), *argv])
     return tuple(data_class(**{each.name: getattr(found, each.name, each.default) for each in fields(data_class)})
                  for data_class in titles)
+
+
+# Of Hugging Face, GitHub, AWS and OpenAI, and passwords in addresses.
+SECRET = re.compile(r"\bhf_\w{30}|\bgh[pousr]_\w{30}|\bAKIA[A-Z0-9]{16}|\bsk-[\w-]{20}|://[^/\s:]*:[^/\s@]+@")
+
+
+def _from_config(argv, parser):
+    """Returns the flags in the file that --config names, as arguments, but for those that `argv` gives, and says which
+    they are. Raises BadInput."""
+    finder = ArgumentParser(add_help=False)
+    finder.add_argument("--config", type=expand_path)
+    path = finder.parse_known_args(argv)[0].config
+    if path is None:
+        return []
+    words = []
+    replaced = []
+    given = {word.partition("=")[0].replace("-", "_").lstrip("_") for word in argv if word.startswith("--")}
+    table = read_toml(path)
+    try:
+        for name, value in table.items():
+            if re.search("(?i)(key|token|secret|password)$", name) or SECRET.search(str(value)):
+                raise BadInput(f"{name} looks like a secret, and files are copied: set it in the environment")
+            (word,) = to_flags({name.replace("-", "_"): value})
+            parser.require_flags([word])
+            (replaced if name.replace("-", "_") in given else words).append(word)
+    except BadInput as error:
+        raise BadInput(f"--config={path}: {error}") from None
+    but = f"; the command line replaces its {' '.join(replaced)}" if replaced else ""
+    say(f"{path} gives {' '.join(words) or 'nothing'}{but}", sys.stderr)
+    return words
+
+
+def to_flags(values):
+    """Returns {"depth": 4, "no_compile": True} as ["--depth=4", "--no_compile"]. Raises BadInput."""
+    argv = []
+    for name, value in values.items():
+        if not re.fullmatch(r"[a-z][\w-]*", name):
+            raise BadInput(f"{name} is not the name of a flag: write it as in depth = 16")
+        if value is False or not isinstance(value, (bool, int, float, str)):
+            raise BadInput(f"{name} = {value} is no value of a flag: write it as in --{name}=VALUE")
+        argv.append(f"--{name}" if value is True else f"--{name}={value}")
+    return argv
+
+
+# A package is imported inside, because deploy/ imports this module where none is installed.
+def read_toml(path):
+    """Returns the table of a TOML file. Raises BadInput."""
+    try:
+        import tomllib
+    except ModuleNotFoundError:  # Python 3.10
+        import tomli as tomllib
+    try:
+        require_file(path)
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise BadInput(f"{path} cannot be read as a table of TOML: {' '.join(str(error).split())}") from None
 
 
 def not_empty(text):

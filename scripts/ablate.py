@@ -16,7 +16,6 @@ from the reference by more than their seeds do. docs/ablations.md says more.
 """
 import importlib.util
 import os
-import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,8 +24,7 @@ import numpy as np
 
 from nanochat.checkpoint.meta import load_meta, require_same
 from nanochat.checkpoint.on_disk import list_checkpoints
-from nanochat.common import BadInput, expand_path, flag, read_flags, run_script
-from nanochat.data.mixture import read_toml
+from nanochat.common import BadInput, expand_path, flag, read_flags, read_toml, run_script, to_flags
 from nanochat.device.ranks import prepare_xla_environment, resolve_device_type
 from nanochat.record.history import read_run
 from nanochat.run.processes import expected_world_size, started_module
@@ -35,7 +33,7 @@ from nanochat.train.language import make_task
 from nanochat.train.prepare import FINISHED_FILE, run_directory
 
 PREEMPTED = 75  # status of base_train: start the same command again
-NOT_FOR_TABLES = ("run", "seed", "resume", "help")
+NOT_FOR_TABLES = ("run", "seed", "resume", "help", "config")
 LEVEL = 0.05  # of the tests, for a whole table
 
 
@@ -108,23 +106,19 @@ def read_trials(path):
     for seed in seeds:
         for variant, own in variants.items():
             try:
-                argv = [*to_flags(shared | own), f"--run={path.stem}.{variant}.{seed}", f"--seed={seed}"]
+                argv = [*flags_of_table(shared | own), f"--run={path.stem}.{variant}.{seed}", f"--seed={seed}"]
                 trials.append(make_trial(variant, seed, argv))
             except BadInput as error:
                 raise BadInput(f"{path}: variant {variant}: {error}") from None
     return trials
 
 
-def to_flags(values):
-    """Returns {"depth": 4, "no_compile": True} as ["--depth=4", "--no_compile"]. Raises BadInput."""
-    argv = []
-    for name, value in values.items():
-        if name in NOT_FOR_TABLES or not re.fullmatch(r"[a-z][\w-]*", name):
+def flags_of_table(values):
+    """Returns the flags of a variant. Raises BadInput."""
+    for name in NOT_FOR_TABLES:
+        if name in values:
             raise BadInput(f"{name} is not for a table: leave it out")
-        if value is False or not isinstance(value, (bool, int, float, str)):
-            raise BadInput(f"{name} = {value} is no value of a flag: write it as in --{name}=VALUE")
-        argv.append(f"--{name}" if value is True else f"--{name}={value}")
-    return argv
+    return to_flags(values)
 
 
 def make_trial(variant, seed, argv):

@@ -4,8 +4,7 @@
 
 On a laptop, the same program runs over two XLA devices of its CPU:
 
-    CPU_NUM_DEVICES=2 python3 -m scripts.base_train --depth=4 --num_iterations=100 --device_batch_size=4 \\
-        --max_seq_len=256 --total_batch_size=4096 --device_type=xla
+    CPU_NUM_DEVICES=2 python3 -m scripts.base_train --config=configs/two_devices.toml
 
 On GPUs: torchrun --nproc_per_node=8 -m scripts.base_train … A run whose name has a checkpoint resumes from it.
 docs/training.md says more.

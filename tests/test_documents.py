@@ -172,13 +172,13 @@ def problem_of_run(words):
     arguments, chips, device_type = words[words.index("--") + 1:] if "--" in words else [], 8, "tpu"
     if "scripts.base_train" in words:
         arguments = words[words.index("scripts.base_train") + 1:]
-        for on_this_machine in {"xla", "cpu"} & {word.removeprefix("--device_type=") for word in arguments}:
-            chips, device_type = 1, on_this_machine
     if "scripts.tpu_preflight" in words:
         own, flags = tpu_preflight.read_preflight_flags(words[words.index("scripts.tpu_preflight") + 1:])
         chips = parse_accelerator(own.accelerator).chips
     elif arguments and "--help" not in arguments:
         flags = parse_flags(arguments)
+        if flags.devices.device_type in ("xla", "cpu"):
+            chips, device_type = 1, flags.devices.device_type
     else:
         return None
     try:

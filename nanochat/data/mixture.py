@@ -28,7 +28,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from nanochat.common import BadInput, require_file
+from nanochat.common import BadInput, read_toml
 from nanochat.data.bucket import data_place, in_bucket
 from nanochat.data.lanes import COUNTS, PADDING, Lane, LaneState, SharedByLanes
 from nanochat.data.loader import READ_AHEAD_BYTES, DataLoader, settings_of
@@ -80,19 +80,6 @@ class Mixture(NamedTuple):
 
 
 # Reading the file
-
-
-def read_toml(path):
-    """Returns the table of a TOML file. Raises BadInput."""
-    try:
-        import tomllib
-    except ModuleNotFoundError:  # Python 3.10
-        import tomli as tomllib
-    try:
-        require_file(path)
-        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise BadInput(f"{path} cannot be read as a table of TOML: {' '.join(str(error).split())}") from None
 
 
 def read_mixture(path):

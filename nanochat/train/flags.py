@@ -1,4 +1,5 @@
 """The flags of base_train. Each group is a data class, from which the parser is made."""
+import json
 import re
 from dataclasses import asdict, dataclass, field, fields, make_dataclass, replace
 from pathlib import Path
@@ -288,6 +289,16 @@ class FlagGroups:
         for group in asdict(self).values():
             found |= group
         return found
+
+    def as_toml(self):
+        """Returns the flags that differ from their defaults, as the text of a file for --config."""
+        lines = ["# --config=FILE repeats this run; give another --run"]
+        for group in (getattr(self, each.name) for each in fields(self)):
+            for each in fields(group):
+                value = getattr(group, each.name)
+                if each.metadata and value != each.default and each.name not in ("resume", "preflight"):
+                    lines.append(f"{each.name} = {json.dumps(value, ensure_ascii=False)}")
+        return "\n".join(lines) + "\n"
 
     def settled(self, config):
         """Returns the same flags, with those of the model as in its config."""

@@ -9,7 +9,7 @@ from nanochat.checkpoint import on_disk
 from nanochat.checkpoint.meta import load_meta
 from nanochat.checkpoint.mirror import Mirror, patiently, run_mirror
 from nanochat.checkpoint.uploader import STATE_FILE, MirrorState
-from nanochat.common import BadInput, get_base_dir, move_aside, say
+from nanochat.common import BadInput, get_base_dir, move_aside, say, written_whole
 from nanochat.data.storage import Interruption
 from nanochat.record.observe import parse_profile_steps
 from nanochat.run.agreement import Requests
@@ -24,6 +24,7 @@ from nanochat.train.task import Task
 REQUESTS_FILE = ".requests"  # see agreement.py
 HEARTBEATS_FILE = ".heartbeats"  # see watchdog.py
 FINISHED_FILE = ".finished"  # marks a run that has reached its end
+CONFIG_FILE = "run.toml"  # the run's flags, for --config
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,8 @@ class Run:
         if self.flags.run.starts_over:
             on_disk.set_aside_after(self.directory, -1)
         (self.directory / FINISHED_FILE).unlink(missing_ok=True)
+        with written_whole(self.directory / CONFIG_FILE) as file:
+            file.write_text(self.flags.as_toml(), encoding="utf-8")
 
     def mark_finished(self):
         """Marks the run as finished, in its folder."""
