@@ -3,7 +3,10 @@
     python3 -m scripts.tok_train --data_dir=corpus/base_data_v3 --out_dir=my_tokenizer
 
 The shards may also have the columns source and licence. The same data and flags give the same files.
-tokenizer/README.md has the commands that made the shipped tokenizer.
+tokenizer/README.md has the commands that made the shipped tokenizer. llama.cpp cannot split text as that one does; this
+makes one of the same tokens that it can use:
+
+    python3 -m scripts.tok_train --tokens_of=tokenizer --llama_cpp --out_dir=my_tokenizer
 """
 import time
 from collections import Counter, defaultdict
@@ -17,8 +20,8 @@ from nanochat.checkpoint.on_disk import SUMS, sums_text
 from nanochat.common import BadInput, expand_path, flag, get_base_dir, read_flags, require_writable_dir, run_script
 from nanochat.data.hub_tokenizer import sample_of_characters
 from nanochat.data.shards import TextFlags, open_text, read_columns
-from nanochat.data.tokenizer import Tokenizer
-from nanochat.data.tokenizer_files import SPECIAL_TOKENS
+from nanochat.data.tokenizer import Tokenizer, load_tokenizer
+from nanochat.data.tokenizer_files import LLAMA_CPP_PATTERN, SPECIAL_TOKENS
 
 # The split pattern: it cuts text into pieces, and no token crosses the border between two. There is no look-around, so
 # it runs in linear time, and no piece is long, so BPE on it is quick. dev/log says what each choice gains.
@@ -45,6 +48,10 @@ class Flags(TextFlags):
     max_bytes: int = flag(2_000_000_000, "bytes of text to train on, at most", at_least=1)
     max_bytes_per_source: int = flag(40_000_000, "bytes of text of one source, at most", at_least=1)
     pattern: str = flag(PATTERN, "regular expression that splits text into pieces")
+    llama_cpp: bool = flag(False, "the finished tokenizer splits text as llama.cpp can: 1.05 × as many tokens, and a "
+                           "model of --arch=llama that is trained with it becomes a *.gguf")
+    tokens_of: Path | None = flag(None, "take the tokens of the tokenizer in this folder, and train none",
+                                  of=expand_path)
 
 
 class Usage:
@@ -95,6 +102,29 @@ def check_pattern(pattern):
         raise BadInput(f"--pattern={pattern} leaves out some characters: every character must be in a piece")
 
 
+def train(flags, usage):
+    """Returns {bytes: rank} of tokens that the text of the flags makes. usage: counts that text. Raises BadInput."""
+    trainer = rustbpe.Tokenizer()
+    n_merged = flags.vocab_size - len(SPECIAL_TOKENS)
+    texts = choose_texts(open_text(flags), flags.max_bytes, flags.max_bytes_per_source, usage)
+    trainer.train_from_iterator(texts, n_merged, buffer_size=1024, pattern=flags.pattern)
+    # A token's rank is the order of its merge; special tokens come after all of them.
+    ranks = {bytes(token): rank for token, rank in trainer.get_mergeable_ranks()}
+    if len(ranks) < n_merged:
+        raise BadInput(f"{usage.nbytes.total() / 1e6:.1f} MB of text make {len(ranks) + len(SPECIAL_TOKENS)} tokens, "
+                       f"not --vocab_size={flags.vocab_size}: choose fewer, or give more text")
+    return ranks
+
+
+def read_tokens(directory):
+    """Returns {bytes: rank} of the tokenizer in a folder. Raises BadInput."""
+    found = load_tokenizer(directory)
+    if not isinstance(found, Tokenizer):
+        raise BadInput(f"--tokens_of={directory} is a tokenizer of Hugging Face, whose merges have an order of their "
+                       "own: give one that tok_train made")
+    return found.tokens()
+
+
 def main(argv=None):
     (flags,) = read_flags(argv, __doc__, {Flags: "flags"})
     out_dir = flags.out_dir or get_base_dir() / "tokenizer"
@@ -102,30 +132,26 @@ def main(argv=None):
         raise BadInput(f"{out_dir} is not empty (it holds {there[0]}{' …' if there[1:] else ''}), and checkpoints may "
                        "need a tokenizer in it: name another --out_dir")
     check_pattern(flags.pattern)
-    shards = open_text(flags)
+    ranks = read_tokens(flags.tokens_of) if flags.tokens_of else None
+    if not ranks:
+        open_text(flags)  # raises BadInput
     is_new = not out_dir.exists()
     require_writable_dir(out_dir)
     if is_new:  # the text may still be refused
         out_dir.rmdir()
 
-    trainer = rustbpe.Tokenizer()
     usage = Usage()
     started = time.monotonic()
-    n_merged = flags.vocab_size - len(SPECIAL_TOKENS)
-    texts = choose_texts(shards, flags.max_bytes, flags.max_bytes_per_source, usage)
-    trainer.train_from_iterator(texts, n_merged, buffer_size=1024, pattern=flags.pattern)
-    # A token's rank is the order of its merge; special tokens come after all of them.
-    ranks = {bytes(token): rank for token, rank in trainer.get_mergeable_ranks()}
-    nbytes = sum(usage.nbytes.values())
-    if len(ranks) < n_merged:
-        raise BadInput(f"{nbytes / 1e6:.1f} MB of text make {len(ranks) + len(SPECIAL_TOKENS)} tokens, not "
-                       f"--vocab_size={flags.vocab_size}: choose fewer, or give more text")
-    tokenizer = Tokenizer(ranks, flags.pattern, {name: n_merged + i for i, name in enumerate(SPECIAL_TOKENS)})
+    ranks = ranks or train(flags, usage)
+    pattern = LLAMA_CPP_PATTERN if flags.llama_cpp else flags.pattern
+    tokenizer = Tokenizer(ranks, pattern, {name: len(ranks) + i for i, name in enumerate(SPECIAL_TOKENS)})
     tokenizer.save(require_writable_dir(out_dir))
-    (out_dir / "sources.tsv").write_text(usage.table(), encoding="utf-8")
+    if usage.nbytes:
+        (out_dir / "sources.tsv").write_text(usage.table(), encoding="utf-8")
     (out_dir / SUMS).write_text(sums_text(sorted(out_dir.glob("[!.]*"))))
-    print(f"{out_dir}: {tokenizer.n_vocab} tokens from {nbytes / 1e6:.1f} MB of {len(usage.nbytes)} sources in "
-          f"{time.monotonic() - started:.0f} s; sha256 {tokenizer.sha256}")
+    origin = flags.tokens_of or f"{usage.nbytes.total() / 1e6:.1f} MB of {len(usage.nbytes)} sources"
+    print(f"{out_dir}: {tokenizer.n_vocab} tokens from {origin} in {time.monotonic() - started:.0f} s; sha256 "
+          f"{tokenizer.sha256}")
 
 
 if __name__ == "__main__":

@@ -13,6 +13,10 @@ SPECIAL_TOKENS = (
     "<|python_start|>", "<|python_end|>", "<|output_start|>", "<|output_end|>",
 )
 
+# Splits text as llama.cpp's "superbpe" does: into numbers, of which three digits each, counted from their end, and what
+# is between numbers. A number of more than 300 digits stays whole, which keeps the time linear.
+LLAMA_CPP_PATTERN = r"[^\p{N}]+|\p{N}{1,64}?(?=(?:[0-9]{3}){1,100}(?![0-9]))|\p{N}+"
+
 
 def hash_of(ranks, pattern, special_tokens):
     """Returns the hex SHA-256 of a tokenizer's two files, see Tokenizer for the arguments."""

@@ -5,7 +5,9 @@ import numpy as np
 
 from nanochat.common import BadInput
 from nanochat.data.hub_tokenizer import HubTokenizer
+from nanochat.data.tokenizer_files import LLAMA_CPP_PATTERN
 from nanochat.export import llama
+from nanochat.export.tokenizer_json import tokenizer_json
 from nanochat.infer.prompt import fills_gaps
 
 KINDS = ("f16", "q8_0")
@@ -57,8 +59,10 @@ def require_package():
 def find_split(tokenizer):
     """Returns the name under which llama.cpp splits text as the tokenizer does. Raises BadInput if it has none."""
     if not isinstance(tokenizer, HubTokenizer):
+        if tokenizer.pattern == LLAMA_CPP_PATTERN:
+            return "superbpe"
         raise BadInput(f"llama.cpp cannot split text by {tokenizer.pattern}: export for transformers, or train with a "
-                       "tokenizer of SmolLM2, Qwen or Llama 3 (--tokenizer_dir)")
+                       "tokenizer of SmolLM2, Qwen or Llama 3, or of tok_train --llama_cpp (--tokenizer_dir)")
     found = json.loads(tokenizer.json)
     model, before, normalizer = found["model"], found["pre_tokenizer"] or {}, found.get("normalizer") or {}
     steps = [{key: value for key, value in step.items() if key != "trim_offsets"}
@@ -85,6 +89,9 @@ def write_gguf(file, path, model, tokenizer, meta, kind):
     if model.config.arch != "llama":
         raise BadInput("llama.cpp does not know the architecture of this GPT: give a model of --arch=llama, or export "
                        "for transformers")
+    if _arch(model.config) == "qwen2" and model.config.head_dim * model.config.n_head != model.config.n_embd:
+        raise BadInput(f"llama.cpp's qwen2 has heads of {model.config.n_embd} / {model.config.n_head}, and these have "
+                       f"{model.config.head_dim}: export for transformers")
     split = find_split(tokenizer)
     writer = gguf.GGUFWriter(file, _arch(model.config))
     writer.add_uint64(MARK, meta.step)
@@ -127,7 +134,7 @@ def _add_sizes(writer, config):
 def _add_tokens(writer, tokenizer, rows, split):
     """rows: of the embedding. llama.cpp wants a token, with a name of its own, for each."""
     from gguf import TokenType
-    found = json.loads(tokenizer.json)
+    found = json.loads(tokenizer_json(tokenizer))
     added = {token["content"]: token["id"] for token in found.get("added_tokens") or ()}
     tokens, kinds = [f"[PAD{number}]" for number in range(rows)], [TokenType.UNUSED] * rows
     for name, number in (found["model"]["vocab"] | added).items():
@@ -177,7 +184,7 @@ def _add_special_tokens(writer, path, tokenizer, meta):
 
 def _puts_bos_first(tokenizer):
     """Returns whether the tokenizer.json puts a special token before a text."""
-    step = json.loads(tokenizer.json).get("post_processor") or {}
+    step = json.loads(tokenizer_json(tokenizer)).get("post_processor") or {}
     steps = step.get("processors", [step])
     return any("SpecialToken" in each["single"][0] for each in steps if each.get("type") == "TemplateProcessing")
 

@@ -15,7 +15,7 @@ from nanochat.common import SOURCE, BadInput
 from nanochat.data.fim import check_fim
 from nanochat.data.hub_tokenizer import HubTokenizer
 from nanochat.data.tokenizer import FIM_TOKENS, SHIPPED_DIR, Infill, load_tokenizer
-from nanochat.export.export import tokenizer_json
+from nanochat.export.tokenizer_json import tokenizer_json
 from nanochat.infer.prompt import BOS, encode_prompt, gap_prompt
 from tests.data import hub
 from tests.data.documents import write

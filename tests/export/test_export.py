@@ -23,7 +23,7 @@ from nanochat.checkpoint.saver import save_checkpoint
 from nanochat.common import BadInput
 from nanochat.data.tokenizer import SHIPPED_DIR, load_tokenizer
 from nanochat.export import export, model_card
-from nanochat.export.export import tokenizer_json
+from nanochat.export.tokenizer_json import tokenizer_json
 from nanochat.kernels.choose import get_kernels
 from nanochat.model.config import GPTConfig
 from nanochat.model.decoder import KVCache

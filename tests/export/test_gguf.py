@@ -210,6 +210,18 @@ def test_a_gpt_is_refused(tmp_path, base_dir):
         export_to(tmp_path / "a.gguf")
 
 
+def test_biases_with_heads_of_another_size_are_refused(tmp_path, base_dir):
+    write_tokenizer(tmp_path)
+    config = LlamaConfig(vocab_size=512, n_layer=1, n_embd=32, n_head=2, n_kv_head=1, head_dim=32, mlp_dim=64,
+                         max_seq_len=64, max_positions=64, qkv_bias=True)
+    model = Llama(config, get_kernels("current", "cpu"))
+    model.init_weights()
+    save_checkpoint(base_dir / "checkpoints" / "imported", model.state_dict(), {}, make_meta(
+        config=asdict(config), tokenizer_sha256=load_tokenizer(tmp_path).sha256), num_lanes=0)
+    with pytest.raises(BadInput, match="qwen2.*32 / 2.*have 32"):
+        export_to(tmp_path / "a.gguf", f"--tokenizer_dir={tmp_path}")
+
+
 def test_only_a_file_that_export_wrote_is_replaced(tmp_path, base_dir):
     imported(tmp_path)
     mine = tmp_path / "mine.gguf"

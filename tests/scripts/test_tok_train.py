@@ -11,6 +11,7 @@ from nanochat.common import BadInput
 from nanochat.data.tokenizer import SHIPPED_DIR, Tokenizer, load_tokenizer
 from scripts import tok_train
 from tests.conftest import last_of_each
+from tests.data import hub
 from tests.data.headers import HEADERS, write_headers
 
 
@@ -63,6 +64,25 @@ def test_any_parquet_with_a_column_text_will_do(tmp_path):
     pq.write_table(pa.table({"text": pa.array(texts, pa.binary())}), tmp_path / "data" / "a.parquet")
     assert train(tmp_path / "data", tmp_path / "out").n_vocab == 1000
     assert (tmp_path / "out" / "sources.tsv").read_text().splitlines()[1].startswith(f"unknown\t{len(HEADERS)}\t")
+
+
+def test_tokens_of_another_are_split_as_llama_cpp_does(headers_dir, tmp_path):
+    first = train(headers_dir, tmp_path / "first", "--max_bytes=1000000")
+    tok_train.main([f"--tokens_of={tmp_path / 'first'}", "--llama_cpp", f"--out_dir={tmp_path / 'second'}"])
+    second = load_tokenizer(tmp_path / "second")
+    assert second.tokens() == first.tokens() and second.special_tokens == first.special_tokens
+    assert second.decode_bytes(second.encode("1234567")) == b"1234567"
+    small = Tokenizer({bytes([byte]): byte for byte in range(256)} | {b"12": 256, b"34": 257, b"a b": 258},
+                            tok_train.LLAMA_CPP_PATTERN, {"<|bos|>": 259})
+    assert small.encode("a b1234") == [258, ord("1"), ord("2"), 257]
+    assert len(small.encode("1" * 200_000)) == 200_000  # in a moment
+    assert train(headers_dir, tmp_path / "third", "--max_bytes=1000000", "--llama_cpp").sha256 == second.sha256
+
+
+def test_a_tokenizer_of_hugging_face_gives_no_tokens(tmp_path):
+    tmp_path.joinpath("tokenizer.json").write_bytes(hub.files_of(*hub.smollm2())["tokenizer.json"])
+    with pytest.raises(BadInput, match="--tokens_of.*Hugging Face"):
+        tok_train.main([f"--tokens_of={tmp_path}", f"--out_dir={tmp_path / 'new'}"])
 
 
 @pytest.mark.parametrize("flags, complaint", [
