@@ -3,7 +3,7 @@
 #
 #   deploy/push.sh HOST        HOST: an IP, an ssh host, a list of them (a,b), or the VM's name
 #
-# Of nanochat/, scripts/, tokenizer/ and the build files, those are copied that git tracks, and new ones that git does
+# Of nanochat/, scripts/, configs/, tokenizer/ and the build files, those are copied that git tracks, and new ones that git does
 # not ignore if they are *.py, data of the package or a tokenizer's. Without git, only these and the build files are. No
 # symbolic link, no hidden file and no file with the name of a key or password file is copied; those left out are named.
 #
@@ -22,8 +22,8 @@ resolve ${ARGS[@]+"${ARGS[@]}"}
 need_room
 
 cd "$ROOT"
-names=(nanochat scripts tokenizer pyproject.toml Makefile README.md .tpu_env.example)
-source='^(nanochat|scripts)/.*\.py$|^[^/]*$'
+names=(nanochat scripts configs tokenizer pyproject.toml Makefile README.md .tpu_env.example)
+source='^(nanochat|scripts)/.*\.py$|^configs/[^/]*\.toml$|^[^/]*$'
 source="$source|^nanochat/(device/prices\\.csv|serve/page\\.html|judge/problem_set/[^/]*\\.cpp)$"  # package-data
 source="$source|^tokenizer/(tokenizer_65k/)?(vocabulary\\.tiktoken|tokenizer\\.json|token_bytes\\.pt|tokenizer\\.pkl)$"
 noise='(^|/)__pycache__/|\.py[co]$|(^|/)\.DS_Store$'

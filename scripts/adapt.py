@@ -9,7 +9,6 @@ the old text loses 3%. After Ctrl-C during the training, the same command resume
 RUN may be a public model (scripts.import_hf). Nobody knows its data: name shards like it with --data_dir and --val_dir,
 or the C++ headers that are installed here stand for it.
 """
-import hashlib
 import json
 import os
 import shlex
@@ -29,21 +28,22 @@ from nanochat.data.tokenizer import load_tokenizer
 from nanochat.device.ranks import resolve_device_type
 from nanochat.infer.load import load_language_meta
 from nanochat.model.rates import run_lr_scale
-from nanochat.record.metrics import METRICS_FILE, parse_record
+from nanochat.record.metrics import METRICS_FILE, format_duration, parse_record
 from nanochat.run.processes import expected_world_size, require_success, run_module, started_module
 from nanochat.run.stopping import EXIT_STATUS
 from nanochat.train.describe import seconds_of_row
 from nanochat.train.flags import Flags as TrainFlags
 from nanochat.train.flags import RunFlags, named_places
 from nanochat.train.prepare import run_directory
+from scripts.prepare_data import choose_held_out
 
 HELD_OUT = 0.1  # of the project's text
 HELD_OUT_CHARS = 200_000  # at most: evaluations read all of it, because the beginnings of files are mostly licences
-EVAL_TOKENS = 2**16
+EVAL_TOKENS = 2**17  # of the project and the old data together
 EVALUATIONS = 6
 PATIENCE = 2  # evaluations without a gain
 MOST_LOSS = 1.03  # of the old text's bits per byte, × those before
-EVALUATION_SHARE = 0.5  # of --minutes, for all evaluations together on a CPU, which come on top
+EVALUATION_SHARE = 0.33  # of --minutes, for all evaluations together on a CPU
 ROWS, ROW_TOKENS = 2, 512  # of a step with imported weights, on each device
 KEPT = ("tokenizer_dir", "device_batch_size", "fim_rate")  # flags of RUN
 RATE = 0.15
@@ -59,7 +59,7 @@ class Flags:
     data_dir: str | None = flag(None, "shards that the model was trained on; default: those of its run", of=data_place)
     val_dir: str | None = flag(None, "its validation shards; default: those of its run", of=data_place)
     epochs: float = flag(6.0, "passes over the project, at most", above=0, at_most=1000)
-    minutes: float = flag(8.0, "minutes of training on a CPU, about and at most", above=0)
+    minutes: float = flag(8.0, "minutes on a CPU with the evaluations, about and at most", above=0)
     rate: float = flag(RATE, "learning rates, relative to the highest of the first training; of the Llama family: 0.15 "
                        "is 1e-4", above=0, at_most=10)
     device_type: str = flag("auto", "devices to train on, as for base_train")
@@ -74,20 +74,9 @@ def divide(shards, folder):
     if len(files) < 2:
         raise BadInput("the project has a single C++ file that is no copy of another, and one must be held out: name a "
                        "larger project")
-    # In the order of a hash: random, and the same at each try. A file that is larger than what is left to hold out is
-    # trained on, so that no large one becomes all of the held-out text.
-    names = []
-    held_out = []
-    budget = min(HELD_OUT * sum(map(len, files.values())), HELD_OUT_CHARS)
-    for name in sorted(files, key=lambda name: hashlib.blake2b(name.encode()).digest()):
-        if len(files[name]) <= budget:
-            held_out.append(name)
-            budget -= len(files[name])
-        else:
-            names.append(name)
-    if not held_out:
-        held_out.append(min(names, key=lambda name: len(files[name])))
-        names.remove(held_out[0])
+    sizes = {name: len(text) for name, text in files.items()}
+    held_out = choose_held_out(sizes, min(HELD_OUT * sum(sizes.values()), HELD_OUT_CHARS))
+    names = [name for name in files if name not in held_out]
     for split, chosen in (("train", names), ("val", held_out)):
         (folder / split).mkdir(parents=True, exist_ok=True)
         table = pa.table({"text": [files[name] for name in chosen]})
@@ -123,16 +112,26 @@ def batch_of(flags, meta):
 def count_steps(flags, meta, own, tokenizer):
     """Returns the steps of the training, half of whose tokens are of the project, and the tokens of an evaluation."""
     tokens, row = batch_of(flags, meta)
-    steps = flags.epochs * tokens_in(own, tokenizer) / (tokens / 2)
+    steps_per_epoch = tokens_in(own, tokenizer) / (tokens / 2)
+    steps = flags.epochs * steps_per_epoch
+    time = ""
     eval_tokens = EVAL_TOKENS
     if flags.device_type in ("cpu", "xla"):
         config = meta.model_config.with_rows(row)
         seconds = min(seconds_of_row(config) for _ in range(3)) / row  # of a token; the first warms up
-        steps = min(steps, 60 * flags.minutes / (seconds * tokens))
-        # An evaluation reads two texts, and takes a third of the time of training on them.
-        most = EVALUATION_SHARE * 60 * flags.minutes / (EVALUATIONS + 1) / (2 * seconds / 3)
-        eval_tokens = round(min(max(most, 4 * row), EVAL_TOKENS))
-    return max(EVALUATIONS, round(steps)), eval_tokens
+        steps = max(EVALUATIONS, min(steps, (1 - EVALUATION_SHARE) * 60 * flags.minutes / (seconds * tokens)))
+        # An evaluation takes a third of the time of training on its tokens.
+        most = EVALUATION_SHARE * 60 * flags.minutes / (EVALUATIONS + 1) / (seconds / 3)
+        eval_tokens = round(min(max(most, 8 * row), EVAL_TOKENS))
+        evaluating = (EVALUATIONS + 1) * eval_tokens / 3
+        time = f", in about {format_duration(seconds * (round(steps) * tokens + evaluating))}"
+    steps = max(EVALUATIONS, round(steps))
+    epochs = steps / steps_per_epoch
+    print(f"{steps} steps of {tokens:,} tokens, {epochs:.1f} passes over the project, and {EVALUATIONS + 1} "
+          f"evaluations of {eval_tokens:,} tokens{time}", flush=True)
+    if epochs < 0.1:
+        print(f"warning: {steps} steps see little of the project: raise --minutes={flags.minutes:g}", flush=True)
+    return steps, eval_tokens
 
 
 def training_flags(flags, path, meta, steps, folder, eval_tokens=EVAL_TOKENS):

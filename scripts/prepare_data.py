@@ -6,6 +6,7 @@
 
 It may be killed at any time: the same command resumes and makes the same shards, byte for byte.
 """
+import hashlib
 import os
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ from itertools import chain
 from pathlib import Path
 
 from nanochat.common import (
+    SUFFIXES,
     BadInput,
     expand_path,
     flag,
@@ -23,12 +25,20 @@ from nanochat.common import (
     read_flags,
     require_writable_dir,
     run_script,
+    say,
 )
 from nanochat.corpus.build import CorpusFlags, Excluded, names, prepare
 from nanochat.corpus.debian import check_names, debian_sources
 from nanochat.corpus.manifest import MANIFEST, TRAIN_DIR, VAL_DIR
 from nanochat.corpus.ray_cluster import find_address, ray_cluster
-from nanochat.corpus.sources import distinguish, installed_headers, open_projects, open_source
+from nanochat.corpus.sources import (
+    LICENCE_FILE,
+    directory_source,
+    distinguish,
+    installed_headers,
+    open_projects,
+    open_source,
+)
 from nanochat.corpus.tables import open_table, pieces
 from nanochat.corpus.workers import worker_pool
 from nanochat.judge.problems import digest, read_problems
@@ -89,6 +99,44 @@ def find_sources(flags, eval_only, cache_dir):
                                                source.table.row_groups if source.table else ()))
 
 
+def choose_held_out(sizes, budget):
+    """Returns the names of some files, {name: size}, of at most `budget` together, but of one at least."""
+    # In the order of a hash: random, and the same at each try. A file that is larger than what is left is not chosen,
+    # so that no large one becomes all of the held-out text.
+    chosen = []
+    for name in sorted(sizes, key=lambda name: hashlib.blake2b(os.fsencode(name)).digest()):
+        if sizes[name] <= budget:
+            chosen.append(name)
+            budget -= sizes[name]
+    return chosen or [min(sizes, key=sizes.get)]
+
+
+def hold_out_files(sources, flags):
+    """Returns the Sources and CorpusFlags. If the only source is one project in a folder, which nothing else could
+    validate, it becomes two: its files to train on, and those that are held out."""
+    source = sources[0]
+    files = [file for file in source.files if file.lower().endswith(SUFFIXES)]
+    if len(sources) > 1 or source.table or flags.eval_only or flags.val_projects or len(files) < 2:
+        return sources, flags
+    sizes = {file: os.path.getsize(os.path.join(source.directory, file)) for file in files}
+    held_out = set(choose_held_out(sizes, flags.val_fraction * sum(sizes.values())))
+    say(f"{source.name} is the only project: {len(held_out)} of its {len(files)} files are held out for validation, "
+        f"not trained on (--val_fraction={flags.val_fraction:g}; add a project to hold it out as a whole)")
+    parts = {source.name: [file for file in source.files if file not in held_out],
+             f"{source.name} (held out)": [*held_out, *filter(LICENCE_FILE.fullmatch, source.files)]}
+    train, val = (directory_source(name, source.directory, sorted(part), version=source.version, is_own=source.is_own)
+                  for name, part in parts.items())
+    return [train, val], replace(flags, val_projects=[val.project])
+
+
+def check_names_of(sources, flags):
+    """Raises BadInput for a name in --val_projects that no source has."""
+    known = {source.project for source in sources}
+    if unknown := set(flags.val_projects) - known:
+        raise BadInput(f"--val_projects: no project is called {', '.join(sorted(unknown))}; there are "
+                       f"{', '.join(sorted(known))}")
+
+
 def check_apart(sources, flags, out_dir):
     """Raises BadInput if `out_dir` is also a source: the next run would read its shards."""
     lock_file = out_dir.resolve() / LOCK_FILE
@@ -134,6 +182,8 @@ def main(argv=None):
         with locked(out_dir / LOCK_FILE, busy):
             found = find_sources(sources, flags.eval_only, cache_dir)
             check_apart(found, sources, out_dir)
+            check_names_of(found, flags)
+            found, flags = hold_out_files(found, flags)
             prepare(found, flags, excluded, engine, out_dir)
     except BrokenProcessPool:
         raise BadInput("a worker process was killed, perhaps because memory ran out: give fewer --workers and run the "

@@ -34,13 +34,15 @@ class HeldOutRows:
     """The batches of an evaluation within a run, for bits_per_byte. A rank that cannot read them has a `problem`, and
     goes on with padding: otherwise others would wait for it in a collective."""
 
-    def __init__(self, open_loader, padding, num_batches):
-        """open_loader(): makes the DataLoader; padding: rows of a batch, int (B, T + 1); num_batches: at most."""
+    def __init__(self, open_loader, padding, num_batches, what=""):
+        """open_loader(): makes the DataLoader; padding: rows of a batch, int (B, T + 1); num_batches: at most;
+        what: the end of the lines about progress."""
         self.problem = None  # its text
         self.unfinished_lanes = ()
         self._loader = None
         self._padding = Batch(padding, {}, {})
         self._num_batches = num_batches
+        self._what = what
         with self._noting_a_problem():
             self._loader = open_loader()
             self.unfinished_lanes = self._loader.unfinished_lanes
@@ -73,7 +75,7 @@ class HeldOutRows:
                 return
             if time.monotonic() - said_at > PROGRESS_S:
                 said_at = time.monotonic()
-                print0(f"evaluated {done} of {self._num_batches} batches")
+                print0(f"evaluated {done} of {self._num_batches} batches{self._what}")
             yield batch
 
     def close(self):

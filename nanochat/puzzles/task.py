@@ -35,6 +35,7 @@ class PuzzleTask:
     console = {"puzzles_per_s": "{:,.0f} puzzles/s", "exact": "{:.1%} solved",
                "val_exact": "{:.1%} of the held-out puzzles solved", "val_cells": "{:.1%} of their cells"}
     num_lanes = 0
+    to_use_it = ""
     origin = lacks = source_zip = None
     changing_flags = flags_of((PuzzleFlags, UpdateFlags), but={"data_dir"})
 

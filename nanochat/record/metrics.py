@@ -168,12 +168,12 @@ class WandbLog:
             # The step is a metric like others. WandB's own counter never goes back: after a resume it would drop the
             # steps between the checkpoint and the end of the process before.
             run.define_metric("*", step_metric="step")
-            if run.offline:  # each process writes a folder; one that is uploaded alone replaces those before
-                folders = f"'{run.settings.wandb_dir}'/offline-run-*-{run.id}"
-                say(f"WandB is offline: wandb sync --id={run.id} {folders} uploads the run later")
             while (record := self._queue.get()) is not None:
                 run.log(record)
             run.finish()
+            if run.offline:  # each process writes a folder; one that is uploaded alone replaces those before
+                folders = f"'{run.settings.wandb_dir}'/offline-run-*-{run.id}"
+                say(f"WandB is offline: wandb sync --id={run.id} {folders} uploads the run")
         except BaseException as error:  # wandb raises KeyboardInterrupt and SystemExit, too
             if "No API key" in str(error):
                 return say("WandB gets no records: nobody has logged in here (wandb login). metrics.jsonl "

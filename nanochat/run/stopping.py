@@ -11,8 +11,8 @@ from multiprocessing import resource_tracker
 from nanochat.common import say
 from nanochat.run.hosts import metadata
 
-EXIT_STATUS = 75  # EX_TEMPFAIL: the state is saved; start the same command again
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)  # SIGUSR1: the notice of Slurm
+EXIT_STATUS = 75  # EX_TEMPFAIL: what was trained is saved; start the same command again
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2)  # SIGUSR2: the notice of Slurm
 
 
 def stop_on_signals(requests):
@@ -22,7 +22,7 @@ def stop_on_signals(requests):
     wait, and the exit status stays EXIT_STATUS. If the machine is about to end, SIGTERM does not end the wait.
 
     Blocks the signals in this process's main thread and in processes started from now on, so Ctrl-C reaches the parent
-    only. Ranks take SIGTERM and SIGHUP by stop_on_signal_to_rank, and print their stacks on SIGUSR1.
+    only. Ranks take SIGTERM and SIGHUP by stop_on_signal_to_rank.
     """
     # Python runs a handler in the main thread, between two of its instructions, and that thread may wait in C code for
     # the whole run. The thread that receives the signal writes to the wakeup descriptor at once.
@@ -58,7 +58,7 @@ def _obey_signals(read_end, requests):
             elif number == signal.SIGINT and is_asked:
                 os._exit(130)
             else:
-                what = "the run stops after its current step or batch, and saves a checkpoint"
+                what = "the run stops after its current step or batch, and saves what it has trained"
                 if number == signal.SIGINT:
                     what += " (again: it ends at once)"
             is_asked = True

@@ -71,8 +71,7 @@ def limit_s(phase, step_timeout_s, usual_s):
 
 def print_stacks_on_signal():
     """Makes SIGUSR1 print the stacks of all threads, even while one of them holds the GIL."""
-    faulthandler.register(signal.SIGUSR1)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})  # the parent blocks it, see stopping.py
+    faulthandler.register(signal.SIGUSR1, file=2)
 
 
 # A rank that dies leaves the others waiting in a collective for ever, and neither they nor the main thread of this

@@ -227,8 +227,8 @@ class RecordFlags:
 
 @dataclass(frozen=True)
 class LanguageRecordFlags(RecordFlags):
-    eval_tokens: int = flag(-1, "tokens of an evaluation, on all devices together; -1: a twentieth of the run's, from "
-                            "64K to 10M", at_least=1, at_most=2**28, unset=-1)
+    eval_tokens: int = flag(-1, "tokens of an evaluation, of all validation sets and gaps together; -1: a twentieth of "
+                            "the run's, from 64K to 10M", at_least=1, at_most=2**28, unset=-1)
 
 
 # In --help: the flags of a newcomer, then all others by group.

@@ -14,7 +14,7 @@ from nanochat.common import BadInput
 from nanochat.data.fim import Infilling, check_fim
 from nanochat.data.lanes import PADDING
 from nanochat.data.loader import DataLoader, Rows, SyntheticLoader
-from nanochat.data.mixture import MixtureLoader, open_mixture
+from nanochat.data.mixture import MixtureLoader, open_mixture, read_mixture
 from nanochat.data.shards import open_text
 from nanochat.data.tokenizer import Tokenizer, load_tokenizer
 from nanochat.device.ranks import print0
@@ -39,7 +39,6 @@ from nanochat.train.teacher import DistillationLoss, Teacher, find_teacher, load
 from nanochat.train.text import check_data, stage_rows
 
 FIM_EVAL_PART = 4  # one row of middles is evaluated for each four rows of the validation text
-FIM_EVAL_TOKENS = 2**17  # but no fewer tokens than these: with the shipped tokenizer, some 100 KiB of middles
 SAMPLE_PROMPTS = ("#include <", "template <typename T>\nclass", "int main(int argc, char** argv) {")
 SAMPLE_TOKENS = 48
 EVAL_TOKENS = (2**16, 10 * 2**20)  # the fewest and the most, unless --eval_tokens is given
@@ -102,6 +101,10 @@ class LanguageTask:
     def console(self):
         found = {f"val_bpb_{name}": f"{name} {{:.4f}}" for name in self.validation_sets if name}
         return found | {f"tokens_{name}": f"{name} {{:,.0f}} tokens" for name in self.sources}
+
+    @property
+    def to_use_it(self):
+        return f"; python3 -m scripts.generate --checkpoint={self.flags.run.run} --prompt='int main(' completes with it"
 
     @property
     def origin(self):
@@ -249,16 +252,19 @@ class LanguageTask:
     def _evaluate(self, measure):
         # The ranks divide the same rows, so the result does not depend on their number.
         seq_len = self.plan.config.max_seq_len
-        num_rows = max(self.flags.record.eval_tokens // seq_len, 1)
+        # All sets and the middles share --eval_tokens: a set has FIM_EVAL_PART parts of them, the middles one.
+        parts = len(self.validation_sets) * FIM_EVAL_PART + (self.flags.data.fim_rate > 0)
+        all_rows = self.flags.record.eval_tokens // seq_len
+        num_rows = max(all_rows * FIM_EVAL_PART // parts, 1)
         tokens = f"{len(self.validation_sets) * num_rows * seq_len:,} tokens of the validation text"
         num_middle_rows = 0
         if self.flags.data.fim_rate:
-            num_middle_rows = max(num_rows // FIM_EVAL_PART, FIM_EVAL_TOKENS // seq_len, 1)
+            num_middle_rows = max(all_rows // parts, 1)
             tokens += f", and {num_middle_rows * seq_len:,} as fill-in-the-middle"
         print0(f"evaluating {tokens}")
         metrics = {}
         for name, data in self.validation_sets.items():
-            text = measure(data, num_rows)
+            text = measure(data, num_rows, f" of {name}" if name else "")
             if not text:
                 return {}
             if not metrics:  # the first set is that of the run
@@ -269,22 +275,23 @@ class LanguageTask:
                 metrics[f"val_bpb_{name}"] = text.bits_per_byte
         if num_middle_rows:
             first_set = next(iter(self.validation_sets.values()))
-            middles = measure(first_set, num_middle_rows, fim_rate=1.0, view=partial(with_suffixes, self.tokenizer))
+            middles = measure(first_set, num_middle_rows, " of the middles", fim_rate=1.0,
+                              view=partial(with_suffixes, self.tokenizer))
             if not middles:
                 return {}
             metrics |= {"fim_bpb": middles.bits_per_byte, "fim_bytes": middles.num_bytes}
         return metrics
 
-    def _measure(self, model, dist, is_cut_short, data, num_rows, fim_rate=0.0, view=None):
+    def _measure(self, model, dist, is_cut_short, data, num_rows, what, fim_rate=0.0, view=None):
         """Returns the Evaluation of `num_rows` of the validation text of the DataFlags `data`, with `fim_rate` of the
-        documents rewritten; None if it is cut short. view: see bits_per_byte. Raises NotRead."""
+        documents rewritten; None if it is cut short. view: see bits_per_byte; what: see HeldOutRows. Raises NotRead."""
         plan = self.plan
         rows = self._rows(dist, batch_size=plan.device_batch_size, seq_len=plan.config.max_seq_len,
                           seed=self.flags.run.seed + 1)
         batches = math.ceil(num_rows / (plan.device_batch_size * plan.mesh.readers))
         open_loader = partial(self._open_rows, "val", data, rows, fim_rate, num_rows=num_rows)
         padding = torch.full((rows.batch_size, rows.seq_len + 1), PADDING, dtype=torch.int32)
-        with closing(HeldOutRows(open_loader, padding, batches)) as held_out:
+        with closing(HeldOutRows(open_loader, padding, batches, what)) as held_out:
             held_out.require_all(dist)
             return bits_per_byte(model, held_out, self.tokenizer.token_bytes(), dist, is_cut_short, view,
                                  copies=plan.mesh.tensor)
@@ -329,6 +336,8 @@ def make_task(flags, device_type, world_size, directory):
 
     directory: of the run.
     """
+    if flags.data.mixture:
+        read_mixture(flags.data.mixture)  # refuses wrong names and weights before any work
     tokenizer = run_tokenizer(flags)
     saved = saved_meta(flags, directory)
     # Settled flags have a value for every flag of the model. Only the values of the command line itself must agree with

@@ -17,13 +17,14 @@ from nanochat.run.hosts import describe, require_alike, this_host
 from nanochat.run.pod import membership
 from nanochat.run.processes import begin_as_rank, exclusive_use, run_as_ranks
 from nanochat.run.transfer import serve_lanes
-from nanochat.run.watchdog import Heartbeats, Watchdog
+from nanochat.run.watchdog import Heartbeats, Watchdog, print_stacks_on_signal
 from nanochat.train.prepare import prepare, run_directory
 from nanochat.train.trainer import Trainer
 
 
 def launch(flags, device_type, make_task):
     """Trains, and returns the exit status. make_task: see prepare; device_type: from resolve_device_type."""
+    print_stacks_on_signal()
     try:
         host = this_host(device_type)
         if device_type in ("tpu", "xla"):

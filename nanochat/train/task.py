@@ -38,6 +38,7 @@ class Task(Protocol):
     data_fingerprint: of the training data; None if synthetic.
     origin: the checkpoint of another run with which a new run begins, as text that all hosts must agree on; or None.
     source_zip: the path of the on_disk.SOURCE that every checkpoint of the run holds, too; or None.
+    to_use_it: the end of a line that says where the model is: a command that uses it, or "".
     lacks: why a new run of the task cannot begin (it could resume), or None.
     num_lanes: the number of data states in a checkpoint, of all ranks together.
     """

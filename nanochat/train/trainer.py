@@ -175,7 +175,7 @@ class Trainer:
                    f"{latest(self.run.directory) or 'no checkpoint'}")
             return 1
         if is_stopped:
-            return stopping.EXIT_STATUS
+            return self.finish_stopped()
         return self.finish_whole(is_mirrored)
 
     def report_nonfinite(self):
@@ -187,8 +187,16 @@ class Trainer:
         print0(f"error: {self.nonfinite.in_a_row} steps in a row had a non-finite loss or gradient: the run "
                f"ends at step {self.step}; {advice}")
 
+    def finish_stopped(self):
+        """Says what the same command does now. Returns the exit status."""
+        if self.step:
+            print0(f"stopped and saved: the same command resumes at step {self.step}")
+        else:
+            print0("stopped before step 1, so nothing is saved: the same command begins the run")
+        return stopping.EXIT_STATUS
+
     def finish_whole(self, is_mirrored):
-        """Reports the faults of a run that has reached its end. Returns the exit status."""
+        """Reports the faults of a run that has reached its end, or where its model is. Returns the exit status."""
         if self.nonfinite.in_a_row:
             print0(f"warning: the last {self.nonfinite.in_a_row} steps of the run were skipped: their loss or gradient "
                    "was not finite")
@@ -198,6 +206,9 @@ class Trainer:
             return 1
         if is_mirrored:  # otherwise the same command copies the last checkpoint
             self.run.mark_finished()
+        path = latest(self.run.directory)
+        print0(f"finished: the model is {path}{self.task.to_use_it}" if path else
+               "finished: --save_every=-1 saved nothing")
         return 0
 
 

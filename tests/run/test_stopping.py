@@ -156,7 +156,7 @@ assert {signal.SIGINT, signal.SIGTERM, signal.SIGHUP} <= blocked, blocked
     subprocess.run([sys.executable, "-c", code, tmp_path / "requests"], check=True, timeout=TIMEOUT_S)
 
 
-@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR2, signal.SIGTERM])
 def test_each_signal_asks_for_a_stop_and_one_that_is_ignored_stays_ignored(tmp_path, number):
     code = """
 import os, signal, sys, time
@@ -174,8 +174,8 @@ os.write(1, b"%d\\n" % requests.times_asked)  # in one piece, because two proces
 """
     command = [sys.executable, "-c", code, tmp_path / "requests", str(int(number))]
     asked = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
-    assert asked.stdout == (f"{number.name}: the run stops after its current step or batch, and saves a checkpoint\n"
-                            "1\n"), asked.stderr
+    assert asked.stdout == (f"{number.name}: the run stops after its current step or batch, and saves what it has "
+                            "trained\n1\n"), asked.stderr
     if number == signal.SIGHUP:
         asked = subprocess.run([*command, "nohup"], capture_output=True, text=True, timeout=TIMEOUT_S)
         assert asked.stdout == "0\n0\n", asked.stderr
@@ -219,7 +219,7 @@ if __name__ == "__main__":
     assert process.wait(60) == 75 and (tmp_path / "requests.saved").exists()
 
 
-def test_a_rank_prints_its_stacks_on_sigusr1_although_its_parent_takes_it_for_a_stop(tmp_path):
+def test_a_rank_prints_its_stacks_on_sigusr1(tmp_path):
     code = """
 import os, signal, sys
 from nanochat.run.agreement import Requests
@@ -310,6 +310,18 @@ def test_a_run_that_is_told_to_stop_saves_and_resumes_bit_for_bit(start, base_di
         output = process.communicate(timeout=TIMEOUT_S)[0]
         assert process.returncode == 0, output
     assert losses_of(base_dir, "test") == losses_of(base_dir, "whole")
+
+
+def test_a_run_prints_its_stacks_on_sigusr1_and_goes_on_and_a_stop_before_step_1_says_that_nothing_is_saved(
+        start, base_dir):
+    run = start("test", "--device_type=cpu", "--eval_every=50", "--eval_tokens=268435456")
+    read_until(run, "evaluating ")
+    run.send_signal(signal.SIGUSR1)
+    read_until(run, "most recent call first")
+    run.send_signal(signal.SIGTERM)
+    output = run.communicate(timeout=TIMEOUT_S)[0]
+    assert run.returncode == EXIT_STATUS and "before step 1, so nothing is saved" in output.splitlines()[-1]
+    assert not list((base_dir / "checkpoints" / "test").glob("step_*"))
 
 
 @pytest.mark.slow

@@ -178,6 +178,7 @@ def test_synthetic_data_needs_no_data(train):
                     "--kernel=chunked", "--num_kv_heads=1", "--window_pattern=SL", "--sample_every=6")
     assert sorted(process.losses) == [1, 2, 3, 4, 5, 6]
     assert "sample at step 6" in process.stdout
+    assert "finished: --save_every=-1 saved nothing" in process.stdout.splitlines()[-1]
 
 
 @pytest.mark.slow
@@ -225,6 +226,7 @@ def test_a_run_with_fill_in_the_middle_records_its_bits_per_byte_and_keeps_its_r
     flags = ("--fim_rate=0.5", "--max_seq_len=64", "--device_batch_size=8", "--eval_every=6", "--save_every=6",
              "--device_type=cpu")
     trained = train(*flags, run="fim")
+    assert "step_000006" in (last := trained.stdout.splitlines()[-1]) and "generate --checkpoint=fim" in last
     fim = {record["step"]: record["fim_bpb"] for record in trained.records if "fim_bpb" in record}
     assert sorted(fim) == sorted(trained.bpb) == [0, 6] and fim[6] < fim[0]
     with pytest.raises(BadInput, match="--fim_rate is 0.5 there and 0.0"):

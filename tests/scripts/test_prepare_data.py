@@ -179,6 +179,23 @@ def test_a_project_of_source_is_held_out_only_if_it_is_named_and_the_choice_is_s
     assert made["val_projects"] == ["mine"]
 
 
+@pytest.mark.parametrize("files", [2, 40])
+def test_a_part_of_the_only_project_is_held_out_and_said(tmp_path, capsys, files):
+    mine = make_project(tmp_path, "mine-1.2", files=files)
+    made = prepare(tmp_path / "out", f"--source={mine}")
+    assert f"of its {files} files are held out" in capsys.readouterr().out
+    totals = {name: part["documents"] for name, part in made["totals"].items()}
+    assert totals["base_data_v3"] + totals["val"] == files and 1 <= totals["val"] <= max(1, files // 10)
+    again = prepare(tmp_path / "again", f"--source={mine}")
+    assert again["shards"] == made["shards"]
+
+
+def test_an_unknown_name_of_val_projects_is_refused_before_anything_is_read(tmp_path, monkeypatch):
+    monkeypatch.setattr("nanochat.corpus.build.scan_all", pytest.fail)
+    with pytest.raises(BadInput, match="--val_projects: no project is called other; there are mine"):
+        prepare(tmp_path / "out", f"--source={make_project(tmp_path, 'mine')}", "--val_projects=other")
+
+
 def test_two_directories_of_one_name_are_divided_between_training_and_validation(tmp_path):
     for name in ("x/lib", "y/lib"):
         make_project(tmp_path, name, seed=name)
@@ -246,7 +263,6 @@ find out -name '*.parquet' | wc -l
     ([], "no sources"),
     (["--source={nothing}/x"], "not a directory, a git checkout or a tarball"),
     (["--projects_dir={nothing}/x"], "is not a directory"),
-    (["--source={one}"], r"one project \(one\).*--projects_dir"),
     (["--source={one},{two}", "--val_projects=three"], "no project is called three"),
     (["--source={one},{two}"], "--val_projects with some of one, two"),
     (["--source={one},{two}", "--val_projects=one,two"], "names every project"),

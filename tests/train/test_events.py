@@ -101,35 +101,35 @@ def test_an_evaluation_has_a_twentieth_of_the_tokens_of_its_run_within_limits(sm
     assert task.flags.record.eval_tokens == tokens
 
 
-@pytest.mark.parametrize("last", [2, 6])
+@pytest.mark.parametrize("last", [2, 9])
 def test_an_evaluation_ends_with_the_batch_after_which_the_run_is_told_to_stop(small_task, last):
-    """Of the text, whose batches are 5, or of the middles."""
+    """Of the text, whose batches are 8, or of the middles."""
     batches = []
 
     def model(ids, targets):
         batches.append(ids)
         return ids.new_ones(ids.shape)
 
-    task = small_task("--fim_rate=0.5", "--eval_tokens=640")
+    task = small_task("--fim_rate=0.5", "--eval_tokens=1280")
     found = task.evaluate(SimpleNamespace(compiled_model=model), Dist("cpu", torch.device("cpu")), 0,
                           is_cut_short=lambda: len(batches) == last)
     assert found == {} and len(batches) == last
 
 
 @pytest.mark.parametrize("eval_tokens, sets, tokens, of_middles, batches", [
-    (1, "a", 64, 640, [1, 5]), (6400, "ab", 12800, 1600, [50, 50, 13])])
-def test_each_evaluation_counts_its_own_batches(monkeypatch, capsys, small_task, corpus_dir, eval_tokens, sets, tokens,
-                                                of_middles, batches):
+    (1, "a", 64, 64, {" of a": 1, " of the middles": 1}),
+    (6400, "ab", 5632, 704, {" of a": 22, " of b": 22, " of the middles": 6})])
+def test_all_sets_and_middles_share_the_tokens_and_each_counts_its_own_batches(
+        monkeypatch, capsys, small_task, corpus_dir, eval_tokens, sets, tokens, of_middles, batches):
     def read_all(model, loader, token_bytes, dist, is_cut_short, view, copies):
         assert not any(is_cut_short() for _ in loader)
         return Evaluation(1.0, 1, is_whole_text=False)
 
     monkeypatch.setattr(language, "bits_per_byte", read_all)
     monkeypatch.setattr(loss_eval, "PROGRESS_S", -1)
-    monkeypatch.setattr(language, "FIM_EVAL_TOKENS", 640)
     places = ",".join(f"{name}={corpus_dir}/val" for name in sets)
     task = small_task("--fim_rate=0.5", f"--eval_tokens={eval_tokens}", f"--val_dir={places}")
     task.evaluate(SimpleNamespace(compiled_model=None), Dist("cpu", None), 0, is_cut_short=lambda: False)
-    lines = [f"evaluated {done} of {count} batches" for count in batches for done in range(count)]
+    lines = [f"evaluated {done} of {count} batches{what}" for what, count in batches.items() for done in range(count)]
     assert capsys.readouterr().out.splitlines() == [
         f"evaluating {tokens:,} tokens of the validation text, and {of_middles:,} as fill-in-the-middle", *lines]
