@@ -25,9 +25,15 @@ lint: .venv/installed
 	.venv/bin/ruff check .
 	if ls deploy/*.sh >/dev/null 2>&1; then .venv/bin/shellcheck -x deploy/*.sh deploy/lib/*.sh; fi
 
+.venv/installed: SHELL := bash
 .venv/installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 13))' || \
 	  { echo "Python 3.10 to 3.12 is needed, $(PYTHON) is $$($(PYTHON) --version): set PYTHON=python3.11"; exit 2; }
 	test -x .venv/bin/python || $(PYTHON) -m venv .venv
-	.venv/bin/python -m pip install --quiet --progress-bar off --editable '.[tpu,dev]'
+	@echo "9 GB go into .venv: torch, libtpu and jax, and half of it CUDA libraries that torch asks for"
+	@set -o pipefail; \
+	  (while sleep 20 >/dev/null 2>&1; do du -sh .venv | sed 's/[[:space:]].*/ of 9 GB are in .venv/'; done) & says=$$!; \
+	  trap "kill $$says" EXIT; \
+	  .venv/bin/python -m pip install --progress-bar off --editable '.[tpu,dev]' | \
+	    { grep --line-buffered -E '^(Installing|Success)|\([0-9]{2,}\.[0-9] MB\)' | cut -c 1-100 || true; }
 	touch $@

@@ -10,6 +10,7 @@ import re
 import signal
 import sys
 import threading
+import time
 from contextlib import contextmanager, suppress
 from dataclasses import field, fields
 from pathlib import Path
@@ -29,6 +30,48 @@ def printable(text, keep=""):
 def say(text, file=None, keep=""):
     """Prints the `printable` text at once. It may hold names and contents of anybody's files."""
     print(printable(text, keep), file=file, flush=True)
+    work.said()
+
+
+SILENCE_S = 25
+SAME_WORK_S = 1800  # then it is silent, because whoever watches the age of a log takes it for a hang
+
+
+class Work:
+    """What this process does. A thread says so whenever SILENCE_S pass without a line."""
+
+    def __init__(self):
+        self.what = ""
+        self._begun = self._said = time.monotonic()
+        self._thread = None
+
+    def begin(self, what):
+        """Notes that the process begins `what`, such as "reading the data"; "": that it waits for others."""
+        if what != self.what:
+            self._begun = time.monotonic()
+        if not self.what:
+            self._said = self._begun
+        self.what = what
+        if what and not self._thread:
+            self._thread = threading.Thread(target=self._break_silence, name="work", daemon=True)
+            self._thread.start()
+
+    def said(self):
+        """Notes that the process has printed a line."""
+        self._said = time.monotonic()
+
+    def _break_silence(self):
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # they are for other threads
+        while True:
+            time.sleep(min(1, SILENCE_S))
+            what = self.what
+            seconds = time.monotonic() - self._begun
+            if what and time.monotonic() - self._said > SILENCE_S and seconds < SAME_WORK_S:
+                with suppress(OSError):  # a closed pipe
+                    say(f"still {what} ({seconds:.0f} s)", sys.stderr)
+
+
+work = Work()
 
 
 class BadInput(Exception):
@@ -51,11 +94,12 @@ class Outage(Failure):
     status = 75
 
 
-def run_script(main):
-    """Runs main() and ends the process with the status that it returns (None: 0). BadInput, Failure, Outage, Ctrl-C and
-    a full disk end it with one line on stderr and status 2, 1, 75, 130 and 1; a closed pipe, as behind `head`, silently
-    with status 141, like SIGPIPE."""
+def run_script(main, what=""):
+    """Runs main(), whose Work is `what`, and ends the process with the status that it returns (None: 0). BadInput,
+    Failure, Outage, Ctrl-C and a full disk end it with one line on stderr and status 2, 1, 75, 130 and 1; a closed
+    pipe, as behind `head`, silently with status 141, like SIGPIPE."""
     prepare_output()
+    work.begin(what)
     try:
         try:
             status = main()

@@ -1,6 +1,8 @@
 """A module for each thing that a person runs. Ctrl-C is one line also while their imports take seconds."""
 import sys
 
+from nanochat.common import work
+
 
 def _say_ctrl_c(kind, error, traceback):
     if issubclass(kind, KeyboardInterrupt):
@@ -10,3 +12,5 @@ def _say_ctrl_c(kind, error, traceback):
 
 
 sys.excepthook = _say_ctrl_c
+if sys.argv[0] == "-m":  # python3 -m scripts.NAME begins to import
+    work.begin("starting")

@@ -93,4 +93,4 @@ def print_middles(tokenizer, seed, evaluate):
 
 
 if __name__ == "__main__":
-    run_script(main)
+    run_script(main, "evaluating")

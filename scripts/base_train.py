@@ -48,4 +48,4 @@ def run_preflight(argv):
 
 
 if __name__ == "__main__":
-    run_script(main)
+    run_script(main, "preparing the run")

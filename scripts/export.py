@@ -93,4 +93,4 @@ def metrics_until(path, step):
 
 
 if __name__ == "__main__":
-    run_script(main)
+    run_script(main, "exporting")

@@ -60,4 +60,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    common.run_script(main)
+    common.run_script(main, "preparing the puzzles")

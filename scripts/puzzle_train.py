@@ -22,4 +22,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    run_script(main)
+    run_script(main, "preparing the run")

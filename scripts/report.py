@@ -5,6 +5,12 @@ picture of their curves, curves.png.
 
 RUN is the name of a run, its directory, or a copy of its metrics.jsonl. Broken lines mark interruptions. It needs
 matplotlib: pip install '.[report]'
+
+After `make demo`, these commands make README.md's picture, report/completion.png:
+
+    python3 -m scripts.generate --checkpoint=demo --device_type=xla --prompt=$'#include <vector>\\n\\nnamespace' \\
+        --echo --max_tokens=100 --temperature=0.6 > completion.txt
+    python3 -m scripts.report demo --completion=completion.txt --out_dir=report
 """
 import importlib.util
 import json

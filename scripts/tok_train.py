@@ -155,4 +155,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    run_script(main)
+    run_script(main, "training the tokenizer")

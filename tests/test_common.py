@@ -266,3 +266,36 @@ def test_progress_is_a_line_at_the_end_where_stderr_is_no_terminal(capsys):
         progress.update(1)
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1 and "reading" in lines[0] and "2.00/2.00" in lines[0]
+
+
+def test_work_that_is_silent_says_what_it_does_until_it_ends_or_speaks():
+    code = """
+import sys, time
+from nanochat import common
+common.SILENCE_S = 0.5
+common.work.begin("reading")
+for _ in range(8):
+    time.sleep(0.2)
+    common.say("a line", sys.stderr)
+print("silent", file=sys.stderr)
+time.sleep(2)
+common.work.begin("")
+time.sleep(2)
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60).stderr
+    spoken, _, silent = found.partition("silent\n")
+    assert set(spoken.splitlines()) == {"a line"}
+    assert 1 <= len(re.findall(r"^still reading \(\d s\)$", silent, re.MULTILINE)) <= 5
+
+
+def test_a_script_that_starts_says_so():
+    code = """
+import sys, time
+sys.argv = ["-m"]
+from nanochat import common
+common.SILENCE_S = 0.1
+import scripts
+time.sleep(1)
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60).stderr
+    assert "still starting (" in found

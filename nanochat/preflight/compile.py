@@ -5,7 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -46,7 +46,7 @@ class CompiledProgram:
 
 
 def compile_programs(programs, tpu_slice, folder, timeout_s=1800, jobs=2, schedule_options=None):
-    """Compiles each TracedProgram for `tpu_slice` (a tpu.Slice); yields (program, CompiledProgram) in their order.
+    """Compiles each TracedProgram for `tpu_slice` (a tpu.Slice); yields (program, CompiledProgram) as each is done.
 
     folder: keeps the files that the compilers read and write, in a folder for each program.
     timeout_s: for one program. jobs: the number of compilers that run concurrently.
@@ -56,16 +56,16 @@ def compile_programs(programs, tpu_slice, folder, timeout_s=1800, jobs=2, schedu
     """
     processes = []
     with ThreadPoolExecutor(jobs) as pool:
-        futures = []
+        futures = {}
         for program in programs:
             own_folder = Path(folder) / program.name.replace(" ", "_")  # libtpu takes no path with a space
-            futures.append(pool.submit(_compile_in_subprocess, program, tpu_slice, own_folder, timeout_s, processes,
-                                       schedule_options))
+            futures[pool.submit(_compile_in_subprocess, program, tpu_slice, own_folder, timeout_s, processes,
+                                schedule_options)] = program
         # When the caller stops or a compiler fails, the queue is cancelled before the compilers are killed: a thread
         # whose compiler was killed would take the next program from it.
         try:
-            for program, future in zip(programs, futures, strict=True):
-                yield program, future.result()
+            for future in as_completed(futures):
+                yield futures[future], future.result()
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
             for process in processes:

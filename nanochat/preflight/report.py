@@ -39,6 +39,8 @@ def make_report(own, flags, programs, traced, say=print):
         "usable_hbm_bytes": tpu_slice.tpu.usable_hbm_bytes, "memory": programs.memory_groups(),
         "programs": {}, "out_of_memory": {}}
     _compile(own, programs, traced, report, say)
+    order = [program.name for program in traced]  # of the report; they were done in another
+    report["programs"] = {name: report["programs"][name] for name in order if name in report["programs"]}
     peak = max((program["peak_bytes"] for program in report["programs"].values()), default=0)
     report["peak_bytes"] = peak or None
     report["fits"] = not report["out_of_memory"] and peak <= tpu_slice.tpu.usable_hbm_bytes

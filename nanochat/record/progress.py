@@ -5,7 +5,7 @@ from functools import partial
 
 from tqdm import tqdm
 
-from nanochat.common import say
+from nanochat.common import say, work
 
 
 class Progress:
@@ -31,6 +31,7 @@ class Progress:
         self._done += amount
         if self._bar:
             self._bar.update(amount)
+            work.said()
         elif self._done < self._total and time.monotonic() - self._printed > 10:
             self._print()
 

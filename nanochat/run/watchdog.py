@@ -14,7 +14,7 @@ import time
 
 import numpy as np
 
-from nanochat.common import say
+from nanochat.common import say, work
 
 MAX_RANKS = 2**14  # of a run: the largest slice, of v5p, has 8,960 chips
 POLL_S = 0.25
@@ -44,6 +44,10 @@ class Heartbeats:
     def ranks_of(self, pid):
         """Returns the ranks that run in process `pid`."""
         return np.flatnonzero(self._shared[:, _PID] == pid).tolist()
+
+    def have_begun(self):
+        """Returns whether a rank has reached its first phase."""
+        return bool(self._shared[:, _PID].any())
 
     def late(self, seconds):
         """Returns one line about a rank that is over its limit, or about a late first step, or None. seconds: since the
@@ -108,6 +112,8 @@ class Watchdog:
             for child in multiprocessing.active_children():
                 self._children[child.pid] = child
             ended = {pid: child.exitcode for pid, child in self._children.items() if child.exitcode}
+            if self._children and self._heartbeats.have_begun():
+                work.begin("")  # rank 0 says what it does
             failure = self._pod.failure if self._pod else None
             late = self._heartbeats.late(time.monotonic() - started)
             # The nearest cause comes first: after a kill, other ranks are late because of it.

@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from nanochat.common import BadInput, say
+from nanochat.common import BadInput, say, work
 from nanochat.device import ranks
 from nanochat.run import stopping
 from nanochat.run.agreement import Requests, agree_with_hosts
@@ -81,6 +81,7 @@ def train_on_pod(run, pod, requests):
 
 def spawn(run, watchdog):
     """Trains in a process for each chip, or in a thread for each XLA device of a CPU. Returns the exit status."""
+    work.begin("starting the devices and loading the model")
     with watchdog:
         status = run_as_ranks(_train_as_rank, run, begin=partial(begin_as_rank, run.directory),
                               has_reported=watchdog.has_reported)
@@ -96,6 +97,7 @@ def train(run):
     """Trains as one rank of the run. Returns the exit status."""
     dist = ranks.compute_init(run.plan.device_type, run.hosts)
     status = Trainer(run, dist).train()
+    work.begin("")
     ranks.compute_cleanup(dist)
     return status
 

@@ -1,6 +1,7 @@
 """A rank's contact with the processes around it: it reports that it is alive, and learns when all stop."""
 import statistics
 
+from nanochat.common import work
 from nanochat.run.agreement import RankAgreement, Requests
 from nanochat.run.watchdog import Heartbeats, limit_s
 
@@ -34,6 +35,8 @@ class Liveness:
         """Tells the watchdog that this rank begins `phase` (watchdog.PHASES), and its deadline."""
         if phase == "step" and step in self._slow_steps:
             phase = "compile"
+        if self._rank == 0:
+            work.begin(f"in phase {phase} at step {step}")
         usual_s = statistics.median(self._step_seconds) if self._step_seconds else 0
         # One step of each console line waits for the device to finish all of them.
         self._heartbeats.beat(self._rank, phase, step, limit_s(
@@ -56,6 +59,7 @@ class Liveness:
     def begin_to_wait_for_mirror(self):
         """Reports that the run can end without loss from now on. Returns asked_from_now_on()."""
         self._requests.begin_to_wait_for_mirror()
+        work.begin("waiting for WandB and the mirror")
         return self.asked_from_now_on()
 
     def asked_from_now_on(self):

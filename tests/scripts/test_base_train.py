@@ -181,6 +181,18 @@ def test_synthetic_data_needs_no_data(train):
     assert "finished: --save_every=-1 saved nothing" in process.stdout.splitlines()[-1]
 
 
+def test_a_run_is_not_silent_between_two_lines_of_its_log(train):
+    program = """
+from nanochat import common
+common.SILENCE_S = 0.05
+from scripts.base_train import main
+common.run_script(main, "preparing the run")
+"""
+    found = train("--log_every=1000", "--num_iterations=30", "--device_type=cpu", "--synthetic_data", "--save_every=30",
+                  new_process=("-c", program)).stderr
+    assert "still preparing the run (" in found and re.search(r"still in phase step at step \d+ \(", found)
+
+
 @pytest.mark.slow
 def test_a_wandb_that_accepts_and_never_answers_holds_up_no_step(train):
     """The rates are printed, and not asserted: the machine may be busy."""
