@@ -7,7 +7,8 @@ that the model forgets little. Training ends after --epochs or --minutes, once t
 the old text loses 3%. After Ctrl-C during the training, the same command resumes it.
 
 RUN may be a public model (scripts.import_hf). Nobody knows its data: name shards like it with --data_dir and --val_dir,
-or the C++ headers that are installed here stand for it.
+or the C++ headers that are installed here stand for it. It learns to fill gaps, too, if its tokenizer has tokens to
+spare.
 """
 import json
 import os
@@ -15,18 +16,21 @@ import shlex
 import shutil
 import time
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from nanochat.checkpoint.on_disk import find_checkpoint
+from nanochat.checkpoint.on_disk import MODEL, find_checkpoint
 from nanochat.common import BadInput, flag, get_base_dir, locked, read_flags, require_writable_dir, run_script
 from nanochat.data.bucket import data_place, in_bucket
 from nanochat.data.mixture import Source, tokens_in
-from nanochat.data.shards import DEFAULT_DIRS, TextFlags, open_shards, open_text, read_columns
-from nanochat.data.tokenizer import load_tokenizer
-from nanochat.device.ranks import resolve_device_type
-from nanochat.infer.load import load_language_meta
+from nanochat.data.shards import DEFAULT_DIRS, TextFlags, open_shards, open_text, read_columns, whole_texts
+from nanochat.data.tokenizer import FIM_TOKENS, load_tokenizer
+from nanochat.device.ranks import compute_init, resolve_device_type
+from nanochat.infer.engine import Engine
+from nanochat.infer.load import load_language_meta, load_model
+from nanochat.infer.sample import Sampling
 from nanochat.model.rates import run_lr_scale
 from nanochat.record.metrics import METRICS_FILE, format_duration, parse_record
 from nanochat.run.processes import expected_world_size, require_success, run_module, started_module
@@ -40,12 +44,16 @@ from scripts.prepare_data import choose_held_out
 HELD_OUT = 0.1  # of the project's text
 HELD_OUT_CHARS = 200_000  # at most: evaluations read all of it, because the beginnings of files are mostly licences
 EVAL_TOKENS = 2**17  # of the project and the old data together
-EVALUATIONS = 6
+EVALUATIONS = 4
 PATIENCE = 2  # evaluations without a gain
 MOST_LOSS = 1.03  # of the old text's bits per byte, × those before
-EVALUATION_SHARE = 0.33  # of --minutes, for all evaluations together on a CPU
+EVALUATION_SHARE = 0.25  # of --minutes, for all evaluations together on a CPU
 ROWS, ROW_TOKENS = 2, 512  # of a step with imported weights, on each device
-KEPT = ("tokenizer_dir", "device_batch_size", "fim_rate")  # flags of RUN
+FIM_RATE = 0.5  # of imported weights
+SHOWN = 3  # completions
+SHOWN_CHARS = 2000  # of the text before each
+SHOWN_TOKENS = 32
+KEPT = ("tokenizer_dir", "device_batch_size")  # flags of RUN
 RATE = 0.15
 RATES = ("matrix_lr", "embedding_lr", "unembedding_lr", "scalar_lr")
 UNFINISHED_FILE = "unfinished.json"  # of a training that has not ended: the flags of adapt, and those of base_train
@@ -59,10 +67,13 @@ class Flags:
     data_dir: str | None = flag(None, "shards that the model was trained on; default: those of its run", of=data_place)
     val_dir: str | None = flag(None, "its validation shards; default: those of its run", of=data_place)
     epochs: float = flag(6.0, "passes over the project, at most", above=0, at_most=1000)
-    minutes: float = flag(8.0, "minutes on a CPU with the evaluations, about and at most", above=0)
+    fim_rate: float | None = flag(None, "part of the documents with a gap to fill; default: as in the training of RUN, "
+                                  "and 0.5 for imported weights", at_least=0, at_most=1)
+    minutes: float = flag(10.0, "minutes on a CPU with the evaluations, about and at most", above=0)
     rate: float = flag(RATE, "learning rates, relative to the highest of the first training; of the Llama family: 0.15 "
                        "is 1e-4", above=0, at_most=10)
-    device_type: str = flag("auto", "devices to train on, as for base_train")
+    device_type: str = flag("auto", "devices to train on, as for base_train; without a TPU or GPU, imported weights "
+                            "train in eager PyTorch (cpu)")
 
 
 def divide(shards, folder):
@@ -134,16 +145,32 @@ def count_steps(flags, meta, own, tokenizer):
     return steps, eval_tokens
 
 
+def device_for(device_type, meta):
+    """Returns the device type to train on, for that of --device_type."""
+    found = resolve_device_type(device_type)
+    # A step of SmolLM2-135M takes 11 s in eager PyTorch, 14 to 17 s in XLA on the same CPU, which compiles for 59 s.
+    return "cpu" if (device_type, found) == ("auto", "xla") and not meta.flags else found
+
+
+def fim_rate_for(flags, meta, tokenizer):
+    """Returns the part of the documents that get a gap."""
+    if flags.fim_rate is not None:
+        return flags.fim_rate
+    if meta.flags:
+        return meta.flags.get("fim_rate", 0.0)
+    return FIM_RATE if set(FIM_TOKENS) <= set(tokenizer.special_tokens) else 0.0
+
+
 def training_flags(flags, path, meta, steps, folder, eval_tokens=EVAL_TOKENS):
     """Returns the flags of base_train, for so many steps from the checkpoint at `path`, which has the Meta. folder: of
-    the mixture and the project's text."""
+    the mixture and the project's text. Those of adapt have a device type and a fim_rate."""
     tokens, row = batch_of(flags, meta)
     every = max(1, steps // EVALUATIONS)
     found = [f"--run={flags.run}", f"--init_from={path}", f"--data_dir={folder / 'mix.toml'}",
              f"--num_iterations={steps}", "--warmdown_ratio=1", *rate_flags(flags, meta, steps),
              f"--total_batch_size={tokens}", f"--eval_every={every}", f"--eval_tokens={eval_tokens}",
              "--sample_every=-1", f"--save_every={every}", f"--keep_every={every}",
-             f"--device_type={flags.device_type}"]
+             f"--device_type={flags.device_type}", f"--fim_rate={flags.fim_rate:g}"]
     # Each lane reads other files from their first line on. So few lanes see whole files in a short training, and many
     # would see beginnings, mostly licences.
     found.append(f"--num_lanes={expected_world_size(flags.device_type)}")
@@ -211,10 +238,12 @@ def evaluations(metrics):
 
 def prepare(flags, path, meta, old, folder):
     """Prepares the project in `folder`, and returns the flags of its training."""
+    tokenizer = load_tokenizer(meta.flags.get("tokenizer_dir"), path)
+    flags = replace(flags, device_type=device_for(flags.device_type, meta),
+                    fim_rate=fim_rate_for(flags, meta, tokenizer))
     run_module("scripts.prepare_data", f"--source={flags.source}", f"--out_dir={folder / 'project'}", "--eval_only")
     divide(open_shards(sorted((folder / "project" / "val").glob("*.parquet"))), folder / "own")
     own = open_shards([folder / "own" / "train" / "shard_00000.parquet"])
-    tokenizer = load_tokenizer(meta.flags.get("tokenizer_dir"), path)
     steps, eval_tokens = count_steps(flags, meta, Source("own", "", shards=own), tokenizer)
     if old is None:
         run_module("scripts.prepare_data", "--installed_headers", "--val_projects=torch/c10",
@@ -235,25 +264,55 @@ weight = 1
     return training_flags(flags, path, meta, steps, folder, eval_tokens)
 
 
-def report(flags, metrics, training):
-    """Says what the training, of these flags of base_train, has gained."""
+def report(flags, metrics, training, folder):
+    """Says what the training, of these flags of base_train, has gained. folder: of the project's text."""
     found = evaluations(metrics)
     if 0 not in found:
         raise BadInput("the first evaluation failed, so what was gained is unknown: see above")
     best = min(found, key=found.get)
     for name, before, now in zip(("its held-out files", "the old validation text"), found[0], found[best], strict=True):
         print(f"{name}: {before:.4f} -> {now:.4f} bits per byte ({now / before - 1:+.1%})")
-    if best:
-        own = [word for word in training if word.startswith("--tokenizer_dir=")]
-        command = shlex.join(["python3", "-m", "scripts.serve", f"--checkpoint={flags.run}/step_{best:06d}", *own])
-        print(f"complete with it: {command}")
-    else:
+    if not best:
         print("nothing was gained: keep the model as it is")
+        return
+    was = dict(word.removeprefix("--").split("=", 1) for word in training)
+    paths = Path(was["init_from"]), metrics.parent / f"step_{best:06d}"
+    show_completions(paths, was.get("tokenizer_dir"), folder)
+    own = [word for word in training if word.startswith("--tokenizer_dir=")]
+    command = shlex.join(["python3", "-m", "scripts.serve", f"--checkpoint={flags.run}/step_{best:06d}", *own])
+    print(f"complete with it: {command}")
+
+
+def show_completions(paths, tokenizer_dir, folder):
+    """Prints a line of a few held-out files, and how the models at `paths`, before and after, continue the text before
+    it."""
+    if not all((path / MODEL).exists() for path in paths):
+        return  # a user may have moved the first model meanwhile
+    texts = whole_texts(open_shards([folder / "own" / "val" / "shard_00000.parquet"]))
+    places = [place for place in map(middle_line, texts) if place][:SHOWN]
+    dist = compute_init("cpu")
+    lines = [[line.strip() for _, line in places]]
+    for path in paths:
+        model, tokenizer, _ = load_model(path, dist, tokenizer_dir=tokenizer_dir)
+        engine = Engine(model, tokenizer, dist)
+        sampling = Sampling(max_tokens=min(SHOWN_TOKENS, model.config.max_seq_len // 2), temperature=0)
+        found = [engine.completions(before, sampling) for before, _ in places]
+        lines.append([sample.text.strip().partition("\n")[0] for (sample,) in found])
+    for line, before, after in zip(*lines, strict=True):
+        print(f"a line of a held-out file: {line}\n  the model wrote before: {before}\n  it writes now: {after}")
+
+
+def middle_line(text):
+    """Returns the text before the first line of code in the second half of a file, and that line, or None."""
+    lines = text.splitlines(keepends=True)
+    for number in range(len(lines) // 2, len(lines)):
+        if len(lines[number].strip()) > 20 and not lines[number].lstrip().startswith(("//", "*", "/*")):
+            return "".join(lines[:number])[-SHOWN_CHARS:], lines[number]
+    return None
 
 
 def main(argv=None):
     (flags,) = read_flags(argv, __doc__, {Flags: "flags"})
-    flags = replace(flags, device_type=resolve_device_type(flags.device_type))
     metrics = run_directory(TrainFlags(RunFlags(flags.run))) / METRICS_FILE
     folder = get_base_dir() / "adapt" / flags.run
     unfinished = folder / UNFINISHED_FILE
@@ -279,7 +338,7 @@ def main(argv=None):
             unfinished.write_text(json.dumps([asdict(flags), training]))
         if not gain_no_more(metrics):
             train("scripts.base_train", training, metrics)
-        report(flags, metrics, training)
+        report(flags, metrics, training, folder)
         unfinished.unlink()
 
 

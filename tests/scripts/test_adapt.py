@@ -28,7 +28,7 @@ from scripts import adapt
 from tests.checkpoint.states import make_meta, make_source
 from tests.conftest import last_of_each
 from tests.data.documents import ByteTokenizer
-from tests.data.hub import files_of, hub_tokenizer, qwen, zipped
+from tests.data.hub import files_of, hub_tokenizer, llama3, qwen, zipped
 
 
 def project_shard(path, files):
@@ -61,7 +61,7 @@ def test_training_stops_once_the_held_out_files_gain_no_more(tmp_path, capsys, m
     (tmp_path / "fails.py").write_text("import sys; sys.exit(75)")
     adapt.train("stops", [], metrics)
     assert "gain no more" in capsys.readouterr().out
-    adapt.report(adapt.Flags(run="a"), metrics, ["--depth=2", "--tokenizer_dir=/tmp/my tokens"])
+    adapt.report(adapt.Flags(run="a"), metrics, ["--init_from=gone", "--tokenizer_dir=/tmp/my tokens"], tmp_path)
     assert "scripts.serve --checkpoint=a/step_000001 '--tokenizer_dir=/tmp/my tokens'\n" in capsys.readouterr().out
     metrics.write_text(lines[0] + '{"step": 1, "time": 1, "val_bpb_own": 1.0, "val_bpb_old": 1.031}')
     assert adapt.gain_no_more(metrics)  # because the old text loses more than 3%
@@ -74,7 +74,9 @@ def begun_with(steps=600, device_type="cpu", step=5000, **saved):
     """Returns the Flags of the training that adapts a run with these flags after `step` steps."""
     flags = TrainFlags().replace(data_dir="parquet/train", **saved)
     meta = Meta(step, {}, "", "", flags.as_dict(), "", total_batch_size=8192)
-    found = adapt.training_flags(adapt.Flags(device_type=device_type), Path("a/step_005000"), meta, steps, Path("f"))
+    given = adapt.Flags(device_type=device_type)
+    given = replace(given, fim_rate=adapt.fim_rate_for(given, meta, ByteTokenizer()))
+    found = adapt.training_flags(given, Path("a/step_005000"), meta, steps, Path("f"))
     return parse_flags(found)
 
 
@@ -95,11 +97,17 @@ def test_imported_weights_are_adapted_in_small_steps_at_one_ten_thousandth(monke
     config = LlamaConfig(vocab_size=300, n_layer=1, max_seq_len=2048)
     meta = Meta(0, asdict(config), "", "", {}, "", source=make_source())
     for device_type, devices in (("cpu", 1), ("xla", 4)):
-        flags = parse_flags(adapt.training_flags(adapt.Flags(device_type=device_type), Path("a"), meta, 6, Path("f")))
+        given = adapt.Flags(device_type=device_type, fim_rate=0.5)
+        flags = parse_flags(adapt.training_flags(given, Path("a"), meta, 6, Path("f")))
         assert flags.batch.total_batch_size == 1024 * devices and flags.batch.device_batch_size == 2
         assert flags.model.max_seq_len == 512
         assert config.rules(flags.optimizer, 1024, 6, None, 0, 0).matrix_lr == pytest.approx(1e-4)
     assert adapt.old_data(adapt.Flags(), meta, "x") is None
+    assert adapt.device_for("auto", meta) == "cpu" and adapt.device_for("xla", meta) == "xla"
+    assert adapt.device_for("auto", make_meta()) == "xla"
+    assert adapt.fim_rate_for(adapt.Flags(), meta, hub_tokenizer(qwen)) == 0.5
+    assert adapt.fim_rate_for(adapt.Flags(), meta, hub_tokenizer(llama3)) == 0  # no token to spare
+    assert adapt.fim_rate_for(adapt.Flags(), make_meta(flags={"fim_rate": 0.25}), None) == 0.25
 
 
 @pytest.mark.slow
@@ -120,6 +128,8 @@ def test_a_public_model_is_adapted_with_installed_headers_for_its_unknown_data(b
                            "--rate=10"])
     said = capfd.readouterr().out
     assert re.search(r"its held-out files: \d\.\d+ -> \d\.\d+ bits per byte \(-\d+\.\d%\)", said)
+    assert len(re.findall(r"a line of a held-out file: \S.*\n  the model wrote before: .*\n  it writes now", said)) == 3
+    assert "fim_rate=0.5" in said
     assert list((base_dir / "adapt/adapted/old/val").glob("*.parquet"))
 
 
