@@ -5,7 +5,7 @@
 #
 #   --tail N                   how many of the existing lines to print first (default 50)
 #   --raw                      control characters of the log as they are, and not as escapes
-#   --worker N                 which VM of a pod (default 0)
+#   --worker N|all             which VM of a pod (default 0); all: each line with its worker
 me=$0; while [ -L "$me" ]; do l=$(readlink "$me"); case $l in /*) me=$l ;; *) me=$(dirname "$me")/$l ;; esac; done
 . "$(dirname "$me")/lib/common.sh" || exit 2
 TAIL=50 WORKER=0 RAW=""
@@ -22,4 +22,7 @@ echo "run $run ended with status $status" >&2
 exit "$status"
 END
 [ -z "$RAW" ] || READ=(raw)
-vm 0 "$SCRIPT" "$TAIL"
+if [ ${#TARGETS[@]} = 1 ]; then vm 0 "$SCRIPT" "$TAIL"; exit; fi
+# shellcheck disable=SC2317,SC2329  # first_of calls it by name, and itself names the workers other than 0
+follow() { if [ "$1" = 0 ]; then vm 0 "$SCRIPT" "$TAIL" 2>&1 | sed 's/^/[worker 0] /'; else vm "$1" "$SCRIPT" "$TAIL"; fi; }
+first_of follow

@@ -299,3 +299,21 @@ time.sleep(1)
 """
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60).stderr
     assert "still starting (" in found
+
+
+@pytest.mark.parametrize("load, own, chosen", [(2.0, {}, "PASSIVE"), (0.1, {}, None),
+                                               (2.0, {"OMP_NUM_THREADS": "1"}, None)])
+def test_on_a_busy_machine_threads_wait_without_spinning_and_it_is_said(load, own, chosen):
+    code = f"""
+import os, sys
+sys.argv = ["-m"]
+os.getloadavg = lambda: ({load}, 0, 0)
+os.cpu_count = lambda: 2
+import scripts
+print(os.environ.get("OMP_WAIT_POLICY"))
+"""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("OMP_")}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60,
+                          env=environment | own)
+    assert done.stdout.split() == [str(chosen)]
+    assert ("OMP_NUM_THREADS=1" in done.stderr) == bool(chosen)

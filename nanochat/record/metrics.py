@@ -8,7 +8,7 @@ CONSOLE (below) and
     bad_steps       updates skipped so far because they were not finite
     interruptions   how often the run was resumed
     seconds         since the run began; seconds_train, seconds_compile, … are its parts, see goodput.py
-    data_wait, host_dispatch, compilations, compile_s, device_memory_…: see observe.py
+    data_wait, host_dispatch, compilations, compile_s, device_memory_…, host_memory_…: see observe.py
 """
 import json
 import math

@@ -5,6 +5,7 @@ Nothing here waits for the device, except the end of a trace.
 import re
 import time
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 from nanochat.common import BadInput, say
 from nanochat.device.programs import compilations, compile_seconds, device_memory, device_trace, one_program
@@ -15,6 +16,7 @@ class Observer:
 
     def __init__(self, dist):
         self.dist = dist
+        self._warned = False
         self._first_inputs = {}  # program -> {input: its type and shape}, when it first ran
         self.begin_window()
 
@@ -48,15 +50,36 @@ class Observer:
         """Returns the metrics of a window of `window_s` seconds.
 
         data_wait, host_dispatch: the fractions that the host spent waiting for data, and tracing and dispatching
-        programs. compilations, compile_s: of this process so far. recompiled: see metrics.py.
+        programs. compilations, compile_s: of this process so far. host_memory_…: of all processes of the host.
+        recompiled: see metrics.py.
         """
         record = {"data_wait": self._data_wait_s / window_s, "compilations": compilations(),
-                  "compile_s": compile_seconds(), **device_memory(self.dist)}
+                  "compile_s": compile_seconds(), **device_memory(self.dist), **host_memory()}
+        self._warn_of(record)
         if self.dist.is_xla:
             record["host_dispatch"] = self._host_s / window_s
         if self._recompiled:
             record["recompiled"] = self._recompiled
         return record
+
+
+    def _warn_of(self, record):
+        """Warns once, before Linux kills a rank for want of memory."""
+        used, total = record["host_memory_bytes"], record["host_memory_limit_bytes"]
+        if used > 0.93 * total and not self._warned and self.dist.rank == 0:
+            self._warned = True
+            say(f"warning: {used / 2**30:.1f} of this machine's {total / 2**30:.1f} GiB of memory are used, and Linux "
+                "kills a process if none is left: end other programs, or give a smaller --device_batch_size")
+
+
+def host_memory(path="/proc/meminfo"):
+    """Returns the bytes of the host's memory that all its processes use, and its size, as {metric: bytes}."""
+    found = {}
+    for line in Path(path).read_text().splitlines():
+        name, value, *_ = line.split()
+        found[name] = 1024 * int(value)
+    return {"host_memory_bytes": found["MemTotal:"] - found["MemAvailable:"],
+            "host_memory_limit_bytes": found["MemTotal:"]}
 
 
 def describe(inputs):

@@ -44,8 +44,6 @@ def describe_plan(plan, tokenizer):
         lines["rows"] = _describe_rows(plan)
     if plan.mesh.divides_weights:
         lines["mesh"] = describe_mesh(plan)
-    if tpu.peak_flops_here(plan.device_type):
-        lines["estimate"] = _describe_estimate(plan, accelerator)
     return [f"{name:>11}  {text}" for name, text in lines.items()]
 
 
@@ -73,14 +71,18 @@ def _describe_compute(plan):
     return f"{text}, {plan.flops(0, plan.num_iterations):.3e} in all"
 
 
-def _describe_estimate(plan, accelerator):
+def describe_guess(plan):
+    """Returns a line for a person, in a list: how long the run takes by an assumed MFU; [] for an unknown device."""
     peak = tpu.peak_flops_here(plan.device_type)
+    if not peak:
+        return []
+    accelerator = tpu.detect_accelerator() if plan.device_type == "tpu" else None
     hours = plan.flops(0, plan.num_iterations) / (peak * plan.world_size * ASSUMED_MFU) / 3600
     text = f"{hours:.1f} h"
     price = accelerator and tpu.usd_per_hour(accelerator, spot=True)
     if price:
         text += f", {hours * price:.0f} USD on spot in the dearest region"
-    return f"{text}, if {ASSUMED_MFU:.0%} of the peak is reached"
+    return [f"      guess  {text}, if {ASSUMED_MFU:.0%} of the peak is reached"]
 
 
 def _describe_rates(plan):

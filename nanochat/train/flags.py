@@ -267,6 +267,7 @@ GONE = {
                        "that began with it resumes without it"),
     "init_optimizer": Gone("--init_from takes the optimizer's state, where there is one: leave it out"),
     "rate_horizon": Gone("multiply the rates with --lr_scale; a run that began with it keeps it"),
+    "learning_rate": Gone("multiply all rates with --lr_scale, such as --lr_scale=0.5"),
     "data_mix": Gone("give its file as --data_dir"),
     "tokenizer_threads": Gone("each rank has two threads that prefetch and tokenize: leave it out"),
 }

@@ -97,7 +97,6 @@ def train(run):
     """Trains as one rank of the run. Returns the exit status."""
     dist = ranks.compute_init(run.plan.device_type, run.hosts)
     status = Trainer(run, dist).train()
-    work.begin("")
     ranks.compute_cleanup(dist)
     return status
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from nanochat.checkpoint.meta import Meta, restore_rng, rng_state
 from nanochat.checkpoint.on_disk import latest
 from nanochat.checkpoint.pieces import load_checkpoint
+from nanochat.common import work
 from nanochat.device.ranks import print0
 from nanochat.record.goodput import Goodput
 from nanochat.record.observe import Profile
@@ -105,7 +106,9 @@ class Trainer:
             if due.end or self.liveness.is_stopping:
                 break
             self.train_step()
-        return self.finish()
+        status = self.finish()
+        work.begin("")
+        return status
 
     def train_step(self):
         """Runs one optimizer step, without waiting for the device."""

@@ -35,6 +35,9 @@ def test_every_worker_is_set_up_and_trains_and_stops(laptop, pod):
     output = laptop.run("stop_run.sh", hosts)
     assert "[worker 2] run a ended with status 75" in output
     assert not any(vm.trainers() for vm in pod)
+    log = laptop.run("logs.sh", hosts, "--worker=all", status=75)
+    assert all(f"[worker {index}] run a ended with status 75" in log for index in range(3))
+    assert all(line.startswith("[worker ") for line in log.splitlines() if "step" in line) and "step" in log
 
 
 def test_a_worker_that_cannot_start_keeps_all_from_starting(laptop, pod):

@@ -156,3 +156,15 @@ def test_without_xla_the_trace_is_torchs_and_only_rank_0_makes_one(tmp_path):
     assert trace.parent == tmp_path / "0"
     names = [event["name"] for event in json.loads(trace.read_text())["traceEvents"]]
     assert names.count("aten::cumsum") == 2  # steps 2 and 3
+
+
+def test_the_hosts_memory_is_recorded_and_a_warning_comes_once_before_it_is_full(monkeypatch, capsys):
+    observer = Observer(Dist("cpu", torch.device("cpu")))
+    record = observer.record(1.0)
+    assert 0 < record["host_memory_bytes"] < record["host_memory_limit_bytes"]
+    assert "warning" not in capsys.readouterr().out
+    monkeypatch.setattr("nanochat.record.observe.host_memory",
+                        lambda: {"host_memory_bytes": 94 << 30, "host_memory_limit_bytes": 100 << 30})
+    for _ in range(2):
+        observer.record(1.0)
+    assert capsys.readouterr().out.count("warning: 94.0 of this machine's 100.0 GiB") == 1
