@@ -128,7 +128,6 @@ class DataLoader:
     loader, or use it as a context manager: otherwise its threads live until the process ends.
     """
 
-    ended = frozenset()  # see MixtureLoader
     problem = None  # see loss_eval.HeldOutRows
     is_small = False  # whether every rank reads all of a small text, which may end before num_rows
     _part = slice(None)  # this rank's part of the rows of a batch
@@ -148,7 +147,7 @@ class DataLoader:
         self._begin(settings, rows, state, num_rows, threads)
 
     def _make_lane(self, number, state, row_tokens):
-        num_units = math.inf if self._num_rows == math.inf else self._shared.units.number_in_epochs(number)
+        num_units = math.inf if self._num_rows == math.inf else self._shared.units.number_in_epoch(number)
         return Lane(number, state, self._shared, row_tokens, num_units)
 
     def _begin(self, settings, rows, state, num_rows, threads):

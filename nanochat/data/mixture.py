@@ -7,15 +7,14 @@ reads a TOML file:
     [sources.own]
     dir = "own/base_data_v3"
     weight = 0.3
-    epochs = 14                  # at most; then the other sources take its rows, and one has no such limit
     val = "own/val"              # held-out text; runs without --val_dir are validated on that of each source
 
     [[stage]]                    # from 90% of the steps on
     from = 0.9
     weights = {stack = 0.5, own = 0.5}
 
-A lane has a Lane for each source. The number of a row alone decides of which source it is, unless that has ended in the
-row's lane. So rows depend neither on the ranks nor on where a run resumes.
+A lane has a Lane for each source. The number of a row alone decides of which source it is, so rows depend neither on
+the ranks nor on where a run resumes.
 """
 import hashlib
 import json
@@ -30,7 +29,7 @@ from typing import NamedTuple
 
 from nanochat.common import BadInput, read_toml
 from nanochat.data.bucket import data_place, in_bucket
-from nanochat.data.lanes import COUNTS, PADDING, Lane, LaneState, SharedByLanes
+from nanochat.data.lanes import COUNTS, Lane, LaneState, SharedByLanes
 from nanochat.data.loader import READ_AHEAD_BYTES, DataLoader, settings_of
 from nanochat.data.shards import fingerprint, open_text, read_pieces
 from nanochat.data.units import Units
@@ -43,10 +42,9 @@ SAMPLE_BYTES = 1 << 18  # of each
 
 
 class Source(NamedTuple):
-    """A folder of shards, and how often it may be read."""
+    """A folder of shards."""
     name: str
     place: str  # folder or gs://…
-    epochs: float = math.inf  # at most
     val: str | None = None  # the place of its held-out text
     shards: tuple = ()  # once it is open
 
@@ -75,7 +73,8 @@ class Mixture(NamedTuple):
     @property
     def fingerprint(self):
         """A hex string that changes with the data and with all that decides which rows come from where."""
-        parts = [(source.name, source.epochs, fingerprint(source.shards)) for source in self.sources]
+        # inf: sources once had a limit, and runs of then resume.
+        parts = [(source.name, math.inf, fingerprint(source.shards)) for source in self.sources]
         return hashlib.sha256(json.dumps([parts, self.stages]).encode()).hexdigest()[:16]
 
 
@@ -128,23 +127,17 @@ def _mixture_of(table, folder):
     for place, name in enumerate(sources):
         if not any(stage.weights[place] for stage in mixture.stages):
             raise BadInput(f"source {name} has no weight at any time: give it one, or leave it out")
-    for stage in mixture.stages:
-        if all(source.epochs < math.inf for source, weight in zip(found, stage.weights, strict=True) if weight):
-            raise BadInput(f"each source of the stage from = {stage.begin} has epochs: leave epochs out for one of "
-                           "them, which then takes the rows of those that have ended")
     return mixture
 
 
 def _source_of(name, source, folder):
-    if unknown := source.keys() - {"dir", "weight", "epochs", "val"}:
-        raise BadInput(f"source {name} has {sorted(unknown)[0]}, which is unknown: it has dir, weight, epochs and val")
-    epochs = source.get("epochs", math.inf)
+    if unknown := source.keys() - {"dir", "weight", "val"}:
+        raise BadInput(f"source {name} has {sorted(unknown)[0]}, which is unknown: it has dir, weight and val; to read "
+                       "it less often, give it less weight")
     if not re.fullmatch(NAME, name):
         raise BadInput(f"source {name}: name it with letters, digits and _, not …per_s")
     if "dir" not in source:
         raise BadInput(f"source {name} has no dir: name its folder of shards")
-    if type(epochs) not in (int, float) or not (0 < epochs < 1e9 or epochs == math.inf):
-        raise BadInput(f"source {name}: epochs = {epochs} is not a number above 0 and below 1e9")
     places = {}
     for key in source.keys() & {"dir", "val"}:
         if not isinstance(source[key], str) or not source[key] or "\0" in source[key]:
@@ -154,7 +147,7 @@ def _source_of(name, source, folder):
         except BadInput as error:
             raise BadInput(f"source {name}: {key} = {source[key]!r}: {error}") from None
         places[key] = place if in_bucket(place) else str(folder / place)
-    return Source(name, places["dir"], epochs, places.get("val"))
+    return Source(name, places["dir"], places.get("val"))
 
 
 def _weights_of(weights, sources):
@@ -193,26 +186,15 @@ class MixtureLoader(DataLoader):
     def _make_lane(self, number, state, row_tokens):
         lanes = []
         states = state.sources or [()] * len(self._of_sources)
-        for source, shared, own in zip(self._mixture.sources, self._of_sources, states, strict=True):
-            num_units = math.inf
-            if source.epochs < math.inf:
-                num_units = shared.units.number_in_epochs(number, source.epochs)
-            lanes.append(Lane(number, LaneState(*own), shared, row_tokens, num_units))
+        for shared, own in zip(self._of_sources, states, strict=True):
+            lanes.append(Lane(number, LaneState(*own), shared, row_tokens))
         return MixedLane(number, state, lanes, self._source_of)
 
-    def _source_of(self, number, row, ended):
-        """Returns the number of the source of row `row` of the lane `number`, none of those that have ended."""
+    def _source_of(self, number, row):
+        """Returns the number of the source of row `row` of the lane `number`."""
         row_of_run = row * self.settings["num_lanes"] + number
         stage = bisect_right(self._first_rows, row_of_run) - 1
-        weights = list(self._mixture.stages[stage].weights)
-        point = spread(number, row, self.settings["num_lanes"])
-        # A resumed lane does not know yet which sources have ended. So one that has changes only its own rows: the
-        # place of a row within the source's interval chooses among the others.
-        while True:
-            source, point = _choose(weights, point)
-            if source not in ended:
-                return source
-            weights[source] = 0
+        return _choose(self._mixture.stages[stage].weights, spread(number, row, self.settings["num_lanes"]))
 
     @property
     def stats(self):
@@ -227,16 +209,6 @@ class MixtureLoader(DataLoader):
             counts["sources"][source.name] = tokens, documents / source.num_documents
         return counts
 
-    @property
-    def ended(self):
-        """The names of the sources whose last rows of this rank have been served."""
-        ended = set(range(len(self._mixture.sources)))
-        for number, rows in self._rows.items():
-            lane = rows.lane  # which has made more rows than were served
-            served = LaneState(*self._states[number]).sources
-            ended &= {source for source in lane.ended.copy() if served and served[source] == lane.states[source]}
-        return {self._mixture.sources[source].name for source in ended}
-
 
 # Each round of rows, one from every lane, has a point in each of num_lanes equal cells, so that it has its share of
 # every source. Neighbouring lanes are in distant cells, and a lane goes from cell to cell: so each step has its share,
@@ -248,12 +220,11 @@ def spread(lane, row, num_lanes):
 
 
 def _choose(weights, point):
-    """Returns the number of the source in whose interval the point from 0 to 1 is, and where in it, from 0 to 1. The
-    intervals are as long as the weights."""
-    point *= sum(weights)
+    """Returns the number of the source in whose interval the point from 0 to 1 is. The intervals are as long as the
+    weights."""
     for source, weight in enumerate(weights):
         if weight:
-            chosen = source, min(point / weight, 1 - 2**-53)
+            chosen = source
             if point < weight:
                 break
             point -= weight
@@ -270,7 +241,7 @@ def _stride(num_lanes, fraction):
 
 
 class MixedLane:
-    """Makes the rows of one lane of a mixture, as a Lane does. source_of(lane, row, ended): see MixtureLoader."""
+    """Makes the rows of one lane of a mixture, as a Lane does. source_of(lane, row): see MixtureLoader."""
 
     def __init__(self, number, state, lanes, source_of):
         self.number = number
@@ -278,30 +249,21 @@ class MixedLane:
         self.source_of = source_of
         self.rows = state.rows
         self.states = [lane.to_restore for lane in lanes]
-        self.ended = set()  # sources
         self.reading = "nothing yet"
 
     def make_rows(self, count):
         rows = []
         states = []
         for _ in range(count):
-            rows.append(self._next_row())
+            source = self.source_of(self.number, self.rows)
+            self.reading = self.lanes[source].reading
+            [row], [state] = self.lanes[source].make_rows(1)
+            rows.append(row)
+            self.states[source] = LaneState(*state)
             self.rows += 1
             sums = {name: sum(getattr(state, name) for state in self.states) for name in COUNTS}
             states.append(LaneState(self.rows, sources=tuple(self.states), **sums))
         return rows, states
-
-    def _next_row(self):
-        while True:
-            source = self.source_of(self.number, self.rows, self.ended)
-            lane = self.lanes[source]
-            self.reading = lane.reading
-            rows, states = lane.make_rows(1)
-            if rows[0, -1] != PADDING:
-                self.states[source] = LaneState(*states[0])
-                return rows[0]
-            # The source has ended. What is left of it fills no row and is left out; a restored lane finds the same.
-            self.ended.add(source)
 
 
 # Before a run

@@ -67,9 +67,9 @@ class Units:
         if (unit.shard.digest, unit.row_group) not in self._kept:
             unit.shard.file.read_ahead(unit.row_group, [TEXT])
 
-    def number_in_epochs(self, lane, epochs=1):
-        """Returns how many units of `lane` are in the first epochs."""
-        return len(range(lane, int(epochs * len(self.units)), self.num_lanes))
+    def number_in_epoch(self, lane):
+        """Returns how many units of `lane` are in the first epoch."""
+        return len(range(lane, len(self.units), self.num_lanes))
 
     def read(self, unit, document, first_piece, max_bytes):
         """Returns what read_pieces does, from `document` (its number in the row group) to the end of the unit."""

@@ -1,5 +1,4 @@
 """The micro-batches of a training step, and the position in the data after each."""
-from nanochat.device.ranks import print0
 
 
 # The loader prefetches up to a block of rows for each lane. A checkpoint must hold the positions after the last
@@ -17,7 +16,6 @@ class RowFeed:
         self._taken = []
         self._step = step  # the step that takes micro-batches
         self._left = plan.micro_steps  # until its end
-        self._ended = set()  # sources of a mixture
 
     def __iter__(self):
         return self
@@ -59,9 +57,6 @@ class RowFeed:
             metrics |= {"tokens": plan.tokens(0, self._step), "seq_len": plan.seq_len(max(self._step - 1, 0))}
         for name, (tokens, epoch) in stats.get("sources", {}).items():
             metrics |= {f"tokens_{name}": tokens, f"epoch_{name}": epoch}
-        for name in sorted(self.loader.ended - self._ended):
-            print0(f"source {name} of the mixture is exhausted: the others take its rows")
-        self._ended |= self.loader.ended
         return metrics
 
     def close(self):

@@ -1,6 +1,4 @@
 """The text that a run reads: whether it can be used, and how often a mixture reads each source."""
-import math
-
 from nanochat.common import BadInput
 from nanochat.data.bucket import check_cache
 from nanochat.data.mixture import open_mixture, tokens_in
@@ -60,39 +58,14 @@ def describe_mixture(mixture, plan, tokenizer):
         begin = stage.first_step(plan.num_iterations)
         since = f"from step {begin + 1:,} on " if begin else ""
         weights.append(since + ", ".join(shares))
-    sizes = [max(1, tokens_in(source, tokenizer)) for source in mixture.sources]
-    read, ends = _read_by(plan, mixture, sizes)
+    edges = [*(stage.first_step(plan.num_iterations) for stage in mixture.stages), plan.num_iterations]
+    spans = [plan.tokens(begin, end) for begin, end in zip(edges, edges[1:], strict=False)]
     epochs = []
     for i, source in enumerate(mixture.sources):
-        text = f"{source.name}: {read[i] / sizes[i]:.1f} epochs of about {format_count(round(sizes[i]))} tokens"
-        epochs.append(text + (f", its last ends at about step {ends[i]:,}" if i in ends else ""))
+        size = max(1, tokens_in(source, tokenizer))
+        read = sum(tokens * stage.weights[i] for tokens, stage in zip(spans, mixture.stages, strict=True))
+        epochs.append(f"{source.name}: {read / size:.1f} epochs of about {format_count(round(size))} tokens")
     return [f"    mixture  {'; '.join(weights)}", f"     epochs  {'; '.join(epochs)}"]
-
-
-def _read_by(plan, mixture, sizes):
-    """Returns how many tokens the run of a Plan reads of each source of a Mixture, a list, and {number of a source: the
-    step after which it has ended}. sizes: the tokens of each source."""
-    left = [size * source.epochs for size, source in zip(sizes, mixture.sources, strict=True)]
-    read = [0.0] * len(sizes)
-    ends = {}
-    begins = [stage.first_step(plan.num_iterations) for stage in mixture.stages]
-    for stage, begin, end in zip(mixture.stages, begins, [*begins[1:], plan.num_iterations], strict=True):
-        # Until a source ends, all are read in proportion to their weights, so the next end is known: `taken` tokens
-        # lead to it, or to the last step. Then the others share its weight. So the loop turns at most once for each
-        # source and once more, however many steps there are.
-        tokens = total = plan.tokens(begin, end)
-        while tokens > 0:
-            live = {i: weight for i, weight in enumerate(stage.weights) if weight and left[i] > 0}
-            scale = sum(live.values())
-            taken = min(tokens, *(left[i] * scale / weight for i, weight in live.items()))
-            for i, weight in live.items():
-                part = taken * weight / scale
-                read[i] += part
-                left[i] = 0 if math.isclose(part, left[i]) else left[i] - part
-                if not left[i]:
-                    ends[i] = end - round((tokens - taken) / total * (end - begin))
-            tokens -= taken
-    return read, ends
 
 
 def mixture_lines(data, plan, tokenizer):

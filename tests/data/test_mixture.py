@@ -1,17 +1,14 @@
 """Rows from several sources: by their weights, the same on any number of ranks, and restored exactly."""
 import itertools
 import os
-import re
-from collections import Counter
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from nanochat.common import BadInput
 from nanochat.data import loader as loader_module
-from nanochat.data.mixture import Mixture, MixtureLoader, Stage, open_mixture, read_mixture, spread, tokens_in
+from nanochat.data.mixture import MixtureLoader, open_mixture, read_mixture, spread, tokens_in
 from nanochat.data.shards import TextFlags, open_text
 from nanochat.train.flags import DataFlags, parse_flags
 from nanochat.train.plan import make_plan
@@ -27,7 +24,6 @@ weight = 0.7
 [sources.own]
 dir = "own"
 weight = 0.3
-epochs = 1
 [[stage]]
 from = 0.4
 weights = {own = 0.5, big = 0.5}
@@ -60,45 +56,19 @@ def test_rows_are_the_same_on_any_number_of_ranks_and_wherever_a_run_resumes(dat
     for world_size in (2, 4, 8):
         assert all(torch.equal(rows, expected) and state == after for (rows, state), (expected, after) in
                    zip(read_steps(data, 60, world_size, loader=open_mixed), steps, strict=True))
-    # 15 and 23 are the steps before an edge, and from about 40 on, own has ended in all lanes.
+    # 15 and 23 are the steps before an edge.
     for k, world_size in zip((0, 7, 14, 15, 16, 22, 23, 30, 45, 57), itertools.cycle((1, 2, 4, 8)), strict=False):
         for (rows, state), (expected, after) in zip(
                 read_steps(data, 2, world_size, loader=open_mixed, state=steps[k][1]), steps[k + 1:k + 3], strict=True):
             assert torch.equal(rows, expected) and state == after, f"restored after step {k}"
 
 
-def test_a_source_that_has_ended_changes_its_own_rows_alone():
-    """A resumed lane learns of it only at such a row."""
-    mixture = Mixture((), (Stage(0.0, (0.2, 0.3, 0.5)),))
-    loader = SimpleNamespace(_mixture=mixture, _first_rows=(0,), settings={"num_lanes": 8})
-    places = [(lane, row) for row in range(1000) for lane in range(8)]
-    before = [MixtureLoader._source_of(loader, lane, row, set()) for lane, row in places]
-    after = [MixtureLoader._source_of(loader, lane, row, {0}) for lane, row in places]
-    assert all(new == old for old, new in zip(before, after, strict=True) if old != 0)
-    taken = Counter(new for old, new in zip(before, after, strict=True) if old == 0)
-    assert taken.keys() == {1, 2} and taken[1] / taken.total() == pytest.approx(0.3 / 0.8, abs=0.02)
-
-
-def test_no_document_comes_twice_before_its_epoch_ends_and_the_others_take_the_rows_of_an_exhausted_source(
-        data, monkeypatch):
-    monkeypatch.setattr(loader_module, "BLOCK_TOKENS", 1 << 15)  # the lanes read far ahead
+def test_every_row_is_full_and_every_token_counted_as_one_of_its_source(data):
     with open_mixed(data, batch_size=16) as loader:
-        rows = []
-        while "own" not in loader.ended:
-            rows.append(next(loader).rows)
-        tokens = loader.stats["sources"]["own"]
-        while len(rows) < 60:
-            rows.append(next(loader).rows)
-        rows = torch.cat(rows)
-        assert loader.ended == {"own"} and loader.stats["sources"]["own"] == tokens  # it is said at its last row
-        assert 0.8 < loader.stats["sources"]["own"][1] <= 1
+        rows = torch.cat([next(loader).rows for _ in range(60)])
         tokens = loader.stats["sources"]
-    text = "".join(chr(token) if token < 256 else "\n" for token in rows.flatten().tolist())
-    begun = Counter(re.findall(r"^\[(\d+):", text, re.MULTILINE))
-    assert set(begun.values()) == {1} and len(begun) > 80
     assert (rows >= 0).all() and sum(count for count, _ in tokens.values()) == pytest.approx(rows.numel(), rel=0.02)
-    last = text[-16 * 129 * 10:]
-    assert "[" not in last and "<" in last
+    assert tokens["own"][1] > 1 > tokens["big"][1]  # a source that has been read whole begins again
 
 
 @pytest.mark.parametrize("num_lanes, weights", [
@@ -121,19 +91,13 @@ def test_the_plan_says_how_often_each_source_is_read(data, byte_tokenizer_dir, t
     exact = sum(len(text) + 1 for text in make_texts(120) if text)
     assert sizes["own"] == pytest.approx(exact, rel=0.1)
 
-    def lines(steps, **epochs):
-        sources = [source._replace(epochs=epochs.get(source.name, 1000)) for source in mixture.sources]
-        plan = make_plan(parse_flags([*SMALL, f"--num_iterations={steps}"]), 300, "cpu", 1)
-        return describe_mixture(mixture._replace(sources=tuple(sources)), plan, ByteTokenizer())
-
-    weights, epochs = lines(100)
+    many = make_plan(parse_flags([*SMALL, "--num_iterations=100"]), 300, "cpu", 1)
+    weights, epochs = describe_mixture(mixture, many, ByteTokenizer())
     assert weights == ("    mixture  big 0.7, own 0.3; from step 41 on big 0.5, own 0.5; from step 81 on big 0.1, "
                        "own 0.9")
     read = 512 * (40 * 0.3 + 40 * 0.5 + 20 * 0.9)
-    assert f"own: {read / sizes['own']:.1f} epochs of about" in epochs and "ends" not in epochs
-    assert re.search(r"own: 1\.0 epochs of about .* tokens, its last ends at about step \d+$", lines(200, own=1)[1])
+    assert f"own: {read / sizes['own']:.1f} epochs of about" in epochs
     plan = make_plan(parse_flags(["--depth=1", "--num_iterations=10"]), 300, "cpu", 1)
-    many = make_plan(parse_flags([*SMALL, "--num_iterations=100"]), 300, "cpu", 1)
     assert stage_rows(mixture, many, 0, None) == [0, 160, 320]
     assert stage_rows(mixture, many, 50, {0: {"rows": 100}, 1: {"rows": 100}}) == [0, 0, 320]
     there = replace(data, tokenizer_dir=str(byte_tokenizer_dir))
@@ -162,11 +126,7 @@ def test_weights_near_the_largest_number_keep_their_proportion(data, tmp_path):
     ("from = 0.8", "", r"from = None: stages begin"),
     ("from = 0.8", "from = 0.8\nto = 0.9", r"\[\[stage\]\] has to, which is unknown"),
     ("[[stage]]", "[[stages]]", "stages is unknown: a mixture has"),
-    ("epochs = 1", "epochs = 0", "source own: epochs = 0 is not a number above 0"),
-    ("epochs = 1", "epochs = 1e40", r"source own: epochs = 1e\+40 is not a number above 0 and below 1e9"),
-    ("epochs = 1", "epoch = 1", "source own has epoch, which is unknown"),
-    ("weight = 0.7", "weight = 0.7\nepochs = 99", "each source of the stage from = 0 has epochs: leave"),
-    ("{own = 9, big = 1}", "{own = 9}", "each source of the stage from = 0.8 has epochs: leave"),
+    ("weight = 0.7", "weight = 0.7\nepochs = 14", "source big has epochs, which is unknown: .* give it less weight"),
     ('dir = "own"', "", "source own has no dir"),
     ('dir = "own"', 'dir = "own"\nval = 3', "source own: val = 3 names no folder"),
     ('dir = "own"', 'dir = "own"\nval = "a\\u0000b"', "source own: val = .* names no folder"),
