@@ -11,7 +11,7 @@ import json
 import os
 import re
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -42,6 +42,9 @@ _STRINGS = (pa.string(), pa.large_string(), pa.string_view())
 ROWS, BATCH_BYTES = 64, 16 << 20  # that are decoded at a time: fewer rows if they are long
 SAMPLE_ROWS, LINES_BYTES = 100, 4 << 20  # of JSON Lines: to find the columns, and what is parsed at a time
 LONGEST_LINE = 64 << 20  # of JSON
+PACKED_BY = {".gz": "gzip", ".zst": "zstd"}
+MOST_PADDING = 1 << 20  # zeros behind a packed file, which fill the block of a tape or a disk
+OWN_ZEROS = 8  # with which a packed file itself may end
 BAD_LINES, BAD_SHARE = 10, 0.001  # a file with more bad lines than both of these is refused
 PIECE_BYTES = 1 << 28  # of a parquet file that one task reads, unpacked
 
@@ -279,7 +282,7 @@ def _batches(path, table):
     names = {*dict(table.columns).values(), *(column for column, *_ in places.values())}
     with _reading(path):
         if path.suffix not in (".parquet", ".arrow"):
-            for rows in _json_batches(path):
+            for rows in _json_batches(path, text=dict(table.columns)["text"]):
                 yield _kept_lines(rows, table)
             return
         reader = _arrow_batches if path.suffix == ".arrow" else _parquet_batches
@@ -341,8 +344,6 @@ def _kept_lines(lines, table):
         kept = [rows[number] for number in chosen(table.where, columns, len(rows)).to_pylist()]
     text = dict(table.columns)["text"]
     for row in kept:
-        if not isinstance(row.get(text) or "", str):
-            raise pa.ArrowInvalid(f"{text} is not text in {json.dumps(row)[:60]}…")
         row[text] = (row.get(text) or "").encode()
     return kept, {"bad_line": len(lines) - len(rows), "where": len(rows) - len(kept)}
 
@@ -353,15 +354,15 @@ def _value_at(row, place):
     return row
 
 
-def _json_batches(path, most_rows=4096):
-    """Yields lists of the objects in a file of JSON Lines, which may be compressed; None for a bad line. Raises
-    ArrowInvalid if all or many lines are bad."""
+def _json_batches(path, most_rows=4096, text=None):
+    """Yields lists of the objects in a file of JSON Lines, which may be compressed; None for a bad line, as one whose
+    column `text` holds none. Raises ArrowInvalid if all or many lines are bad."""
     rows = []
     nbytes = 0
     num_bad = 0
     first_bad = ""
     is_empty = True
-    with pa.input_stream(str(path), buffer_size=1 << 20) as raw, io.BufferedReader(raw, 1 << 20) as stream:
+    with _unpacked(path, _end(path)) as raw, io.BufferedReader(raw, 1 << 20) as stream:
         number = 0
         while line := stream.readline(LONGEST_LINE):
             number += 1
@@ -369,7 +370,7 @@ def _json_batches(path, most_rows=4096):
                 raise pa.ArrowInvalid(f"line {number} is longer than {LONGEST_LINE >> 20} MiB")
             if line.strip():
                 try:
-                    rows.append(_parse(line, number))
+                    rows.append(_parse(line, number, text))
                     is_empty = False
                 except ValueError as error:
                     rows.append(None)
@@ -390,7 +391,31 @@ def _json_batches(path, most_rows=4096):
         say(f"warning: {path}: {num_bad} of {number} lines are skipped: {first_bad}")
 
 
-def _parse(line, number):
+def _unpacked(path, end):
+    """Returns the open stream of what the first bytes of a file hold, up to `end`."""
+    file = pa.OSFile(str(path)).get_stream(0, end)
+    kind = PACKED_BY.get(path.suffix)
+    return pa.CompressedInputStream(file, kind) if kind else file
+
+
+def _end(path):
+    """Returns the number of a file's bytes, without the zeros behind a packed one that is whole."""
+    with open(path, "rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        begin = file.seek(max(0, size - MOST_PADDING))
+        end = begin + len(file.read().rstrip(b"\0"))
+    if path.suffix not in PACKED_BY or size - end <= OWN_ZEROS:
+        return size
+    # How many zeros are the file's own, only unpacking it tells.
+    for own_end in range(end, end + OWN_ZEROS + 1):
+        with suppress(pa.ArrowException, OSError), _unpacked(path, own_end) as stream:
+            while stream.read(1 << 20):
+                pass
+            return own_end
+    return size
+
+
+def _parse(line, number, text):
     try:
         row = json.loads(line.rstrip())
         if _SURROGATE.search(line):
@@ -400,6 +425,8 @@ def _parse(line, number):
         raise ValueError(f"line {number} is not JSON: {reason}") from None
     if not isinstance(row, dict):
         raise ValueError(f"line {number} is not an object of JSON, such as {{\"text\": …}}")
+    if not isinstance(row.get(text) or "", str):
+        raise ValueError(f"line {number}: {text} is not text in {json.dumps(row)[:60]}…")
     return row
 
 

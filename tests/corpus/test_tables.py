@@ -1,4 +1,5 @@
 """Sources that are tables, as people have them: The Stack in folders, Hive, JSON Lines, Hugging Face."""
+import gzip
 import json
 import subprocess
 import sys
@@ -265,18 +266,28 @@ def test_halves_of_characters_in_json_become_question_marks(tmp_path):
 def test_a_bad_line_of_json_is_skipped_counted_and_named(tmp_path, capsys):
     lines = [json.dumps({"text": cpp(number)}).encode() for number in range(30)]
     (tmp_path / "in").mkdir()
-    lines = [*lines[:9], b'{"text": "\xff"}', *lines[9:], b'{"text": "int']
+    lines = [*lines[:9], b'{"text": "\xff"}', *lines[9:], b'{"text": ["int a;"]}', b'{"text": "int']
     (tmp_path / "in" / "a.jsonl").write_bytes(b"\n".join(lines))
     result = prepare(tmp_path / "out", f"--source={tmp_path / 'in'}", "--eval_only")
-    assert result["dropped"] == {"bad_line": 2} and len(read(tmp_path / "out", "val")) == 30
-    assert "2 of 32 lines are skipped: line 10 is not JSON: 'utf-8' codec can't decode" in capsys.readouterr().out
+    assert result["dropped"] == {"bad_line": 3} and len(read(tmp_path / "out", "val")) == 30
+    assert "3 of 33 lines are skipped: line 10 is not JSON: 'utf-8' codec can't decode" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("suffix", ["gz", "zst"])
+def test_zeros_behind_a_packed_file_are_read_past(tmp_path, suffix):
+    path = write_table(tmp_path / f"a.jsonl.{suffix}", ROWS)
+    path.write_bytes(path.read_bytes() * 2 + b"\0" * 1000)
+    piece, = tables.pieces(tables.open_table(path))
+    assert len(list(tables.iter_rows(piece))) == 2 * len(ROWS)
 
 
 @pytest.mark.parametrize("name, data, message", [
     ("a.jsonl", b"", "in has no documents: its files are empty"),
     ("a.jsonl", b'{"text": "int a;"}\n' + b'{"text"\n' * 11, "11 of its first 12 lines are bad: line 2 is not JSON"),
     ("a.jsonl", b'[{"text": "int a;"}]\n', "line 1 is not an object of JSON"),
-    ("a.jsonl", b'{"text": "int a;"}\n' * 200 + b'{"text": [1]}\n', r'text is not text in \{"text": \[1\]\}'),
+    ("a.jsonl", b'{"text": "int a;"}\n' * 200 + b'{"text": [1]}\n' * 11,
+     r'11 of its first 211 lines are bad: line 201: text is not text in \{"text": \[1\]\}'),
+    ("a.jsonl.gz", gzip.compress(b'{"text": "int a;"}\n')[:-9] + b"\0" * 512, "cannot be read"),
     ("a.jsonl.gz", b"no gzip", "cannot be read"),
     ("a.jsonl.zst", pa.Codec("zstd").compress(b'{"text": "int a;"}\n' * 9999, asbytes=True)[:-9], "Truncated"),
     ("a.parquet", b"version https://git-lfs.github.com/spec/v1\n", "cannot be read .*: copy it again, or leave it out"),
