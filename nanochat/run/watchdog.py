@@ -15,6 +15,7 @@ import time
 import numpy as np
 
 from nanochat.common import say, work
+from nanochat.record.alerts import alert
 
 MAX_RANKS = 2**14  # of a run: the largest slice, of v5p, has 8,960 chips
 POLL_S = 0.25
@@ -142,6 +143,7 @@ class Watchdog:
     def _report(self, reason):
         self.reason = reason
         say(f"error: {reason}", sys.stderr)
+        alert(f"a run ends: {reason}")
 
     def _end(self):
         self.has_reported.set()

@@ -11,6 +11,7 @@ import torch
 
 from nanochat.common import BadInput, say, work
 from nanochat.device import ranks
+from nanochat.record.alerts import alert
 from nanochat.run import stopping
 from nanochat.run.agreement import Requests, agree_with_hosts
 from nanochat.run.hosts import describe, require_alike, this_host
@@ -23,18 +24,31 @@ from nanochat.train.trainer import Trainer
 
 
 def launch(flags, device_type, make_task):
-    """Trains, and returns the exit status. make_task: see prepare; device_type: from resolve_device_type."""
+    """Trains, sends alerts, and returns the exit status. make_task: see prepare; device_type: from
+    resolve_device_type."""
     print_stacks_on_signal()
+    name = flags.run.run
     try:
-        host = this_host(device_type)
-        if device_type in ("tpu", "xla"):
-            return train_on_xla(flags, device_type, make_task, host)
-        if host:
-            raise BadInput(f"NANOCHAT_HOSTS={os.environ.get('NANOCHAT_HOSTS')} is for XLA devices, and this runs on "
-                           f"{device_type}: unset it")
-        return train_without_parent(flags, device_type, make_task)
+        status = train_on(device_type, flags, make_task)
     except KeyboardInterrupt:  # before training began, for example while waiting for the mirror
         return 130
+    except Exception as error:
+        alert(f"run {name} failed: {error}")
+        raise
+    ends = {0: "finished", stopping.EXIT_STATUS: "was stopped, and what it has trained is saved"}
+    alert(f"run {name} {ends.get(status, f'failed with status {status}')}")
+    return status
+
+
+def train_on(device_type, flags, make_task):
+    """Trains, and returns the exit status."""
+    host = this_host(device_type)
+    if device_type in ("tpu", "xla"):
+        return train_on_xla(flags, device_type, make_task, host)
+    if host:
+        raise BadInput(f"NANOCHAT_HOSTS={os.environ.get('NANOCHAT_HOSTS')} is for XLA devices, and this runs on "
+                       f"{device_type}: unset it")
+    return train_without_parent(flags, device_type, make_task)
 
 
 def train_on_xla(flags, device_type, make_task, host):

@@ -13,6 +13,7 @@ from nanochat.device import tpu
 from nanochat.device.programs import compilations, compile_seconds
 from nanochat.device.ranks import print0
 from nanochat.model.weights import mfu
+from nanochat.record.alerts import alert
 from nanochat.record.metrics import MetricsLogger, WandbLog
 
 
@@ -52,6 +53,7 @@ class StepLog:
     def __init__(self, run, dist, training, nonfinite, first_step, meta=None):
         """training: the TrainingStep; nonfinite: NonfiniteSteps; first_step: where this process begins; meta: the Meta
         of the checkpoint from which the run resumes."""
+        self._name = run.flags.run.run
         self._plan = run.plan
         self._dist = dist
         self._training = training
@@ -123,6 +125,8 @@ class StepLog:
             if self._nonfinite.add(number, loss, gradient_norm, rows):
                 print0(f"warning: step {number} is skipped, its loss is {loss} and its gradient's norm "
                        f"{gradient_norm} ({self._nonfinite.in_a_row} in a row)")
+                if self._logger and self._nonfinite.in_a_row == 1:
+                    alert(f"run {self._name}: step {number} is skipped, because it is not finite")
         self._waiting = []
 
     def _speed(self, first, step, elapsed_s):

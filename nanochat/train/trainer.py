@@ -8,6 +8,7 @@ from nanochat.checkpoint.on_disk import latest
 from nanochat.checkpoint.pieces import load_checkpoint
 from nanochat.common import work
 from nanochat.device.ranks import print0
+from nanochat.record.alerts import alert
 from nanochat.record.goodput import Goodput
 from nanochat.record.observe import Profile
 from nanochat.run import stopping
@@ -38,6 +39,7 @@ class Trainer:
             self.training = self.task.restore_training(dist, self.step, restored)
         if dist.rank == 0:
             run.begin()
+            alert(f"run {run.flags.run.run} started at step {self.step}")
         self.profile = Profile(run.profile_steps, run.directory / "profile", dist)
         self.liveness = Liveness(run, dist, self.step)
         print0("\n".join(self.task.describe()))
