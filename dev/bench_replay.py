@@ -8,11 +8,14 @@ accepts a completion, or the first line of one, with one key, if exactly this te
 the next key. The typing is simulated; the time of a completion is measured.
 
 The model completes with copies of the file, as scripts.serve does, and without; copies are offered without a model; and
-nothing is completed.
+nothing is completed. With --llama_cpp=http://127.0.0.1:PORT, a server of llama.cpp that has the same model's *.gguf
+completes, too, and needs no checkpoint's speed here.
 """
+import json
 import random
 import string
 import time
+import urllib.request
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cache
@@ -38,6 +41,8 @@ class Flags(TextFlags):
     blocks: int = flag(20, "blocks of lines that are typed", at_least=1, at_most=10_000)
     lines: int = flag(8, "lines of a block", at_least=1, at_most=1000)
     max_tokens: int = flag(48, "most tokens of a completion", at_least=1, at_most=1024)
+    llama_cpp: str = flag("", "address of llama.cpp's server, whose completions are tried instead of the checkpoint's")
+    gaps: bool = flag(True, "ask llama.cpp for gaps (/infill), else for the text after the cursor")
 
 
 @dataclass(frozen=True)
@@ -158,6 +163,36 @@ def asks(completer, tokens):
     return ask
 
 
+def asks_llama_cpp(flags):
+    """Returns a function (before, after) -> (the completion of llama.cpp's server, seconds). It asks as llama.vim does,
+    which takes what is made in a quarter of a second once a completion was shown."""
+    def post(path, **body):
+        request = urllib.request.Request(f"{flags.llama_cpp}{path}", json.dumps(body).encode(),
+                                         {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return json.load(answer)["content"]
+
+    @cache
+    def ask(before, after):
+        head, newline, line = before.rpartition("\n")
+        options = {"n_predict": flags.max_tokens, "temperature": 0, "cache_prompt": True, "t_max_predict_ms": 250}
+        begun = time.perf_counter()
+        if flags.gaps:
+            text = post("/infill", input_prefix=head + newline, prompt=line, input_suffix=after, **options)
+        else:
+            text = post("/completion", prompt=before, **options)
+        return text, time.perf_counter() - begun
+    return ask
+
+
+def with_copies(ask):
+    """Returns `ask` with a copy from the file, where there is one, instead of what it asks for."""
+    def either(before, after):
+        copy = copied(before, after)[0]
+        return (copy, 0.0) if copy else ask(before, after)
+    return either
+
+
 def show(name, person):
     """Prints what a Person saved."""
     total = person.num_characters
@@ -172,19 +207,21 @@ def show(name, person):
 def main(argv=None):
     of_model, flags = read_flags(argv, __doc__, {ModelFlags: "model", Flags: "flags"})
     blocks = choose_blocks(read_texts(flags, least_characters=2000), flags)
-    device_type = resolve_inference_device_type(of_model.device_type)
-    prepare_xla_environment(device_type)
-    path = find_checkpoint(of_model.checkpoint)
-    dist = compute_init(device_type)
-    completer = load_completer(of_model, path, 0, dist)
-    ask = asks(completer, flags.max_tokens)
-    contenders = {
-        "the model, with copies": ask,
-        "the same, if it took no time": lambda *place: (ask(*place)[0], 0.0),
-        "the model alone": asks(replace(completer, copies=False, windows={}), flags.max_tokens),
-        "copies alone": lambda *place: (copied(*place)[0], 0.0),
-        "nothing": lambda *place: ("", 0.0),
-    }
+    contenders = {"copies alone": lambda *place: (copied(*place)[0], 0.0), "nothing": lambda *place: ("", 0.0)}
+    dist = None
+    if flags.llama_cpp:
+        alone = asks_llama_cpp(flags)
+        ask = with_copies(alone)
+    else:
+        device_type = resolve_inference_device_type(of_model.device_type)
+        prepare_xla_environment(device_type)
+        path = find_checkpoint(of_model.checkpoint)
+        dist = compute_init(device_type)
+        completer = load_completer(of_model, path, 0, dist)
+        ask = asks(completer, flags.max_tokens)
+        alone = asks(replace(completer, copies=False, windows={}), flags.max_tokens)
+    contenders = {"the model, with copies": ask, "the same, if it took no time": lambda *place: (ask(*place)[0], 0.0),
+                  "the model alone": alone, **contenders}
     people = {name: Person(complete) for name, complete in contenders.items()}
     for name, person in people.items():
         for block in blocks:
@@ -194,7 +231,8 @@ def main(argv=None):
     for kind, number in model.asked.most_common():
         print(f"  {kind}: {model.saved[kind] / model.num_characters:.1%} of all characters saved, "
               f"{model.accepted[kind]} of {number} accepted")
-    compute_cleanup(dist)
+    if dist:
+        compute_cleanup(dist)
 
 
 if __name__ == "__main__":

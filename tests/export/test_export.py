@@ -21,7 +21,8 @@ from safetensors.torch import load_file
 
 from nanochat.checkpoint.saver import save_checkpoint
 from nanochat.common import BadInput
-from nanochat.data.tokenizer import SHIPPED_DIR, load_tokenizer
+from nanochat.data.tokenizer import SHIPPED_DIR, Tokenizer, load_tokenizer
+from nanochat.data.tokenizer_files import LLAMA_CPP_PATTERN
 from nanochat.export import export, model_card
 from nanochat.export.tokenizer_json import tokenizer_json
 from nanochat.kernels.choose import get_kernels
@@ -216,8 +217,11 @@ def test_a_model_of_the_usual_size_and_many_texts_are_exact(tmp_path):
     assert load_tokenizer(folder).encode(texts[0]) == tokenizer.encode(texts[0])
 
 
-def test_ids_of_the_shipped_tokenizer_are_those_of_the_library():
+@pytest.mark.parametrize("pattern", [None, LLAMA_CPP_PATTERN])
+def test_ids_of_the_shipped_tokenizer_are_those_of_the_library(pattern):
     ours = load_tokenizer(SHIPPED_DIR)
+    if pattern:
+        ours = Tokenizer(ours.tokens(), pattern, ours.special_tokens)
     theirs = tokenizers.Tokenizer.from_str(tokenizer_json(ours))
     theirs.encode_special_tokens = True  # the name of a special token is text like any other
     for text in (*HEADERS[:20], *stress_strings(500)):
