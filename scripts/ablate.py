@@ -24,7 +24,17 @@ import numpy as np
 
 from nanochat.checkpoint.meta import load_meta, require_same
 from nanochat.checkpoint.on_disk import list_checkpoints
-from nanochat.common import BadInput, expand_path, flag, read_flags, read_toml, run_script, to_flags
+from nanochat.common import (
+    BadInput,
+    expand_path,
+    flag,
+    locked,
+    read_flags,
+    read_toml,
+    require_writable_dir,
+    run_script,
+    to_flags,
+)
 from nanochat.device.ranks import prepare_xla_environment, resolve_device_type
 from nanochat.record.history import read_run
 from nanochat.run.processes import expected_world_size, started_module
@@ -65,6 +75,14 @@ def main(argv=None):
     print(f"{len(trials)} runs; {sum(trial.is_finished() for trial in trials)} finished before", flush=True)
     if flags.dry_run:
         return 0
+    runs_dir = require_writable_dir(trials[0].directory.parent)
+    busy = f"another ablate trains the runs of {flags.table}: end it first, or rename the table"
+    with locked(runs_dir / f".{flags.table.stem}.lock", busy):
+        return train_all(trials)
+
+
+def train_all(trials):
+    """Trains the Trials that are not finished, prints the results of all, and returns the exit status."""
     num_failed = 0
     for trial in trials:
         if trial.is_finished():

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from nanochat.checkpoint.saver import save_checkpoint
-from nanochat.common import BadInput
+from nanochat.common import BadInput, locked
 from nanochat.data.tokenizer import load_tokenizer
 from nanochat.train.flags import parse_flags
 from scripts import ablate
@@ -132,6 +132,16 @@ def test_a_run_of_the_same_name_with_other_flags_or_data_is_refused(changed, wor
     save_checkpoint(trial.directory, *make_state(), make_meta(**{**same, **fields}), num_lanes=0)
     with pytest.raises(BadInput, match=f"rates.default.0/.*{words}"):
         ablate.main([str(write_table())])
+
+
+def test_a_second_ablate_of_a_table_is_refused(write_table, base_dir):
+    table = write_table(num_iterations=6)
+    for trial in read_trials(table):
+        finish(trial)
+    with (locked(base_dir / "checkpoints" / ".rates.lock", ""),
+          pytest.raises(BadInput, match="rates.toml: end it first")):
+        ablate.main([str(table)])
+    assert ablate.main([str(table)]) == 0
 
 
 # The comparison
