@@ -26,7 +26,7 @@ class OptimConfig:
     unembedding_lr: float = flag(0.004, "AdamW's learning rate for the head, at width 768", at_least=0)
     scalar_lr: float = flag(0.05, "AdamW's learning rate for the layers' embedding scales; the residual stream's "
                             "scales get a hundredth", at_least=0)
-    lr_scale: float = flag(1.0, "multiplies all learning rates", at_least=0)
+    lr_scale: float = flag(1.0, "multiplies all learning rates", above=0)
     weight_decay: float = flag(4.0, "over the run, matrices shrink by exp(-weight_decay) at most", at_least=0)
     warmup_steps: int = flag(-1, f"steps in which learning rates rise; -1: {WARMUP_STEPS}, at most a fifth of the run",
                              at_least=0, unset=-1)

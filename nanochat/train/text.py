@@ -15,7 +15,7 @@ def check_data(flags, plan, tokenizer):
             raise BadInput(f"--fim_rate={data.fim_rate:g} needs text, and --synthetic_data has none: leave one out")
         return None, ()
     held_out = []
-    if flags.record.eval_every > 0:
+    if flags.record.eval_every > 0 or data.val_dir:
         held_out = validation_shards(data)
     lines = []
     if data.mixture:

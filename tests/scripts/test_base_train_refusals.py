@@ -31,6 +31,8 @@ from tests.warm import TIMEOUT_S
     (["--profile_steps=3"], "--profile_steps=3 is not BEGIN:END"),
     (["--profile_steps=3:3"], "--profile_steps=3:3 is not"),
     (["--profile_steps=3:7"], "END at most the run's 6 steps"),
+    (["--lr_scale=0"], "--lr_scale=0 is not a number above 0"),
+    (["--val_dir=/nowhere", "--eval_every=-1"], "no val data: /nowhere"),
     (["--fim_rate=2"], "--fim_rate=2"),
     (["--fim_rate=0.5"], "--fim_rate=0.5 needs rows .* --max_seq_len=32 is less than 64"),
     (["--fim_rate=0.5", "--max_seq_len=64", "--synthetic_data"], "--fim_rate=0.5 .* --synthetic_data"),
