@@ -41,7 +41,7 @@ def mixture(tmp_path, corpus_dir):
                 ([(5, 2), (2, 2), (2, 1)], [(5, 4), (3, 4), (2, 4)], [(5, 8), (3, 8), (2, 8), (2, 4)]))])
 def test_a_run_that_is_killed_in_each_stage_and_at_its_edge_resumes_with_the_same_bits(train, mixture, tiny, capsys,
                                                                                         corpus_dir, kills):
-    flags = [f"--data_dir={mixture}", "--save_every=1", "--keep_checkpoints=9", "--log_every=1"]
+    flags = [f"--data_dir={mixture}", "--save_every=1", "--keep_checkpoints=9", "--log_every=1", "--eval_tokens=2048"]
     without = ("data_dir", "val_dir")  # so it is validated on the text that the file names
     all_devices = kills[0][1]
     whole = train(*flags, run="mixed", devices=all_devices, without=without)
