@@ -32,6 +32,7 @@ LIST_TIMEOUT_S = 120
 TRY_TIMEOUT_S = 60  # for each attempt to reach the mirror at the start of a run
 OUTAGE_S = 600  # how long a start waits for an unreachable mirror
 ROUNDED = ".rounded"  # ends the names of the copies that earlier versions made at a notice of preemption
+PIECE_BYTES = 4 << 20  # of a file that is copied to a directory
 PARTIAL = ".partial"  # ends the names of files that are being copied to a directory
 OURS = re.compile(rf"(?:(?:model|optimizer)[\w.-]*|lanes\.json|meta\.json|source\.zip|{SUMS})(?:{re.escape(PARTIAL)})?")
 _UNREACHABLE = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EHOSTDOWN, errno.EHOSTUNREACH,
@@ -155,7 +156,11 @@ class Mirror:
             pairs = [(str(source), f"{directory}/{os.path.basename(source)}") for source in sources]
             _within(timeout_s, copy_files, pairs)
         else:
-            _within(timeout_s, _copy_to_directory, sources, Path(directory))
+            is_over = threading.Event()
+            try:
+                _within(timeout_s, _copy_to_directory, sources, Path(directory), is_over)
+            finally:
+                is_over.set()  # a copy that was too slow writes no longer beside the next one
 
     def _remove(self, url, timeout_s=LIST_TIMEOUT_S):
         """Deletes the file of this URL."""
@@ -167,7 +172,8 @@ def _unlink(path):
         os.unlink(path)
 
 
-def _copy_to_directory(sources, directory):
+def _copy_to_directory(sources, directory, is_over):
+    """Copies files to a directory, in pieces, until the Event `is_over` is set."""
     directory.mkdir(parents=True, exist_ok=True)
     for source in map(Path, sources):
         if source.is_dir():  # of a damaged copy; its checksum tells
@@ -175,9 +181,15 @@ def _copy_to_directory(sources, directory):
         target = directory / source.name
         partial = target.with_name(target.name + PARTIAL)
         try:
-            shutil.copyfile(source, partial)
+            partial.unlink(missing_ok=True)  # a copy that was too slow may still have it open
+            with open(source, "rb") as file, open(partial, "wb") as copy:
+                while piece := file.read(PIECE_BYTES):
+                    if is_over.is_set():
+                        return
+                    copy.write(piece)
             partial.replace(target)
-        except OSError:
+        except OSError as error:
+            error.filename = error.filename or str(partial)
             with suppress(OSError):
                 partial.unlink()
             raise

@@ -1,9 +1,12 @@
 """Copies of checkpoints in a directory and in a bucket."""
+import os
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -172,10 +175,11 @@ def test_a_mirror_that_takes_no_more_is_named_and_keeps_nothing_of_the_file(tmp_
     (tmp_path / "source").write_bytes(bytes(100))
     program = f"""
 import resource
+import threading
 from pathlib import Path
 from nanochat.checkpoint.mirror import _copy_to_directory, _within
 resource.setrlimit(resource.RLIMIT_FSIZE, (10, 10))
-_within(60, _copy_to_directory, ["{tmp_path}/source"], Path("{tmp_path}/mirror"))
+_within(60, _copy_to_directory, ["{tmp_path}/source"], Path("{tmp_path}/mirror"), threading.Event())
 """
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
     assert f"BadInput: --checkpoint_mirror: {tmp_path}/mirror/source.partial: File too large: choose a" in run.stderr
@@ -287,3 +291,14 @@ def test_a_signal_to_a_script_ends_the_gcloud_that_hangs_with_its_helpers(run_di
 def test_a_file_system_that_does_not_answer_is_an_outage():
     with pytest.raises(Interruption, match="has not answered after 0.01 s"):
         mirror._within(0.01, time.sleep, 5)
+
+
+def test_a_copy_to_a_directory_that_takes_too_long_ends_within_the_file(tmp_path, folder):
+    (tmp_path / "source").touch()
+    os.truncate(tmp_path / "source", 1 << 30)
+    with pytest.raises(Interruption, match="has not answered after 0.001 s"):
+        folder.copy_metrics(tmp_path / "source", 0.001)
+    deadline = time.monotonic() + 60
+    while any(thread.name == "mirror-files" for thread in threading.enumerate()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not Path(folder.url, "source").exists()
