@@ -3,9 +3,10 @@
 #
 #   deploy/push.sh HOST        HOST: an IP, an ssh host, a list of them (a,b), or the VM's name
 #
-# Of nanochat/, scripts/, configs/, tokenizer/ and the build files, those are copied that git tracks, and new ones that git does
-# not ignore if they are *.py, data of the package or a tokenizer's. Without git, only these and the build files are. No
-# symbolic link, no hidden file and no file with the name of a key or password file is copied; those left out are named.
+# Of nanochat/, scripts/, configs/, tokenizer/ and the build files, those are copied that git tracks, and new ones that
+# git does not ignore if they are *.py, data of the package or a tokenizer's. Without git, only these and the build
+# files are. No symbolic link, no hidden file and no file with the name of a key or password file is copied; those left
+# out are named.
 #
 # The VM compares the tarball's checksum, unpacks it beside the present code and switches to it in one rename: an
 # interrupted push changes nothing, and a running run keeps the code with which it was started.

@@ -62,7 +62,6 @@ class Observer:
             record["recompiled"] = self._recompiled
         return record
 
-
     def _warn_of(self, record):
         """Warns once, before Linux kills a rank for want of memory."""
         used, total = record["host_memory_bytes"], record["host_memory_limit_bytes"]
