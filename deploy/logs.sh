@@ -24,5 +24,7 @@ END
 [ -z "$RAW" ] || READ=(raw)
 if [ ${#TARGETS[@]} = 1 ]; then vm 0 "$SCRIPT" "$TAIL"; exit; fi
 # shellcheck disable=SC2317,SC2329  # first_of calls it by name, and itself names the workers other than 0
-follow() { if [ "$1" = 0 ]; then vm 0 "$SCRIPT" "$TAIL" 2>&1 | sed 's/^/[worker 0] /'; else vm "$1" "$SCRIPT" "$TAIL"; fi; }
+follow() {
+  if [ "$1" = 0 ]; then vm 0 "$SCRIPT" "$TAIL" 2>&1 | sed 's/^/[worker 0] /'; else vm "$1" "$SCRIPT" "$TAIL"; fi
+}
 first_of follow
