@@ -8,8 +8,8 @@ accepts a completion, or the first line of one, with one key, if exactly this te
 the next key. The typing is simulated; the time of a completion is measured.
 
 The model completes with copies of the file, as scripts.serve does, and without; copies are offered without a model; and
-nothing is completed. With --llama_cpp=http://127.0.0.1:PORT, a server of llama.cpp that has the same model's *.gguf
-completes, too, and needs no checkpoint's speed here.
+nothing is completed. With --llama_cpp=http://127.0.0.1:PORT, a server of llama.cpp stands for the model, and no
+checkpoint is read.
 """
 import json
 import random
@@ -42,7 +42,7 @@ class Flags(TextFlags):
     lines: int = flag(8, "lines of a block", at_least=1, at_most=1000)
     max_tokens: int = flag(48, "most tokens of a completion", at_least=1, at_most=1024)
     llama_cpp: str = flag("", "address of llama.cpp's server, whose completions are tried instead of the checkpoint's")
-    gaps: bool = flag(True, "ask llama.cpp for gaps (/infill), else for the text after the cursor")
+    no_gaps: bool = flag(False, "show llama.cpp the text before the cursor only, for a model without tokens of gaps")
 
 
 @dataclass(frozen=True)
@@ -164,8 +164,8 @@ def asks(completer, tokens):
 
 
 def asks_llama_cpp(flags):
-    """Returns a function (before, after) -> (the completion of llama.cpp's server, seconds). It asks as llama.vim does,
-    which takes what is made in a quarter of a second once a completion was shown."""
+    """Returns a function (before, after) -> (the completion of llama.cpp's server, seconds). Like llama.vim after its
+    first completion, it takes the tokens of a quarter of a second."""
     def post(path, **body):
         request = urllib.request.Request(f"{flags.llama_cpp}{path}", json.dumps(body).encode(),
                                          {"Content-Type": "application/json"})
@@ -177,10 +177,10 @@ def asks_llama_cpp(flags):
         head, newline, line = before.rpartition("\n")
         options = {"n_predict": flags.max_tokens, "temperature": 0, "cache_prompt": True, "t_max_predict_ms": 250}
         begun = time.perf_counter()
-        if flags.gaps:
-            text = post("/infill", input_prefix=head + newline, prompt=line, input_suffix=after, **options)
-        else:
+        if flags.no_gaps:
             text = post("/completion", prompt=before, **options)
+        else:
+            text = post("/infill", input_prefix=head + newline, prompt=line, input_suffix=after, **options)
         return text, time.perf_counter() - begun
     return ask
 
@@ -207,7 +207,6 @@ def show(name, person):
 def main(argv=None):
     of_model, flags = read_flags(argv, __doc__, {ModelFlags: "model", Flags: "flags"})
     blocks = choose_blocks(read_texts(flags, least_characters=2000), flags)
-    contenders = {"copies alone": lambda *place: (copied(*place)[0], 0.0), "nothing": lambda *place: ("", 0.0)}
     dist = None
     if flags.llama_cpp:
         alone = asks_llama_cpp(flags)
@@ -220,8 +219,13 @@ def main(argv=None):
         completer = load_completer(of_model, path, 0, dist)
         ask = asks(completer, flags.max_tokens)
         alone = asks(replace(completer, copies=False, windows={}), flags.max_tokens)
-    contenders = {"the model, with copies": ask, "the same, if it took no time": lambda *place: (ask(*place)[0], 0.0),
-                  "the model alone": alone, **contenders}
+    contenders = {
+        "the model, with copies": ask,
+        "the same, if it took no time": lambda *place: (ask(*place)[0], 0.0),
+        "the model alone": alone,
+        "copies alone": lambda *place: (copied(*place)[0], 0.0),
+        "nothing": lambda *place: ("", 0.0),
+    }
     people = {name: Person(complete) for name, complete in contenders.items()}
     for name, person in people.items():
         for block in blocks:

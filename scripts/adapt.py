@@ -275,12 +275,13 @@ def report(flags, metrics, training, folder):
     if not best:
         print("nothing was gained: keep the model as it is")
         return
-    was = dict(word.removeprefix("--").split("=", 1) for word in training)
-    paths = Path(was["init_from"]), metrics.parent / f"step_{best:06d}"
-    show_completions(paths, was.get("tokenizer_dir"), folder)
-    own = [word for word in training if word.startswith("--tokenizer_dir=")]
-    command = shlex.join(["python3", "-m", "scripts.serve", f"--checkpoint={flags.run}/step_{best:06d}", *own])
-    print(f"complete with it: {command}")
+    values = dict(word.removeprefix("--").split("=", 1) for word in training)
+    tokenizer_dir = values.get("tokenizer_dir")
+    show_completions((Path(values["init_from"]), metrics.parent / f"step_{best:06d}"), tokenizer_dir, folder)
+    command = ["python3", "-m", "scripts.serve", f"--checkpoint={flags.run}/step_{best:06d}"]
+    if tokenizer_dir:
+        command.append(f"--tokenizer_dir={tokenizer_dir}")
+    print(f"complete with it: {shlex.join(command)}")
 
 
 def show_completions(paths, tokenizer_dir, folder):

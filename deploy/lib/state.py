@@ -1,12 +1,13 @@
 """What watch.sh keeps in its state folder: the journal, the money that was spent, and what is known about the VM."""
 import json
 import os
-import subprocess
+import threading
 import time
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from deploy.lib.from_vm import LARGEST, printable
+from nanochat.record.alerts import post
 
 RATE_UNTIL_MEASURED = 5e6  # bytes per second between the VM and this machine: 40 Mbit/s, a slow line
 
@@ -49,7 +50,9 @@ class Journal:
         text = text.replace("\n", " ")
         self.add(f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())} {text}")
         if self.webhook:
-            self._post(json.dumps({"text": f"{self.name}: {text}"}))
+            self._posts = [thread for thread in self._posts if thread.is_alive()]
+            self._posts.append(threading.Thread(target=post, args=(self.webhook, f"{self.name}: {text}"), daemon=True))
+            self._posts[-1].start()
 
     def add(self, text):
         """Prints a text and writes it to the journal, with escapes for control characters."""
@@ -76,26 +79,10 @@ class Journal:
         elif not text:
             self._said.pop(about, None)
 
-    def _post(self, body):
-        """Sends it in the background. The address may be secret, so curl gets it over stdin."""
-        self._posts = [post for post in self._posts if post.poll() is None]
-        try:
-            post = subprocess.Popen(["curl", "-s", "-m", "10", "-H", "Content-Type: application/json", "-K", "-"],
-                                    stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-            quoted = body.replace("\\", "\\\\").replace('"', '\\"')
-            post.stdin.write(f'url = "{self.webhook}"\ndata = "{quoted}"\n'.encode())
-            post.stdin.close()
-            self._posts.append(post)
-        except OSError:
-            pass
-
     def close(self):
         """Waits until the last lines have been sent, at most 10 s."""
-        for post in self._posts:
-            try:
-                post.wait(timeout=11)
-            except subprocess.TimeoutExpired:
-                post.kill()
+        for thread in self._posts:
+            thread.join(10)
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,21 @@ TIMEOUT_S = 5
 
 
 def alert(text):
-    """Sends `text` to $WEBHOOK, if it is set. A failure is a warning, which does not show the address: it is secret."""
+    """Sends `text` to $WEBHOOK, if it is set. A failure is a warning."""
     url = os.environ.get("WEBHOOK")
     if not url or os.environ.get("RANK", "0") != "0":  # torchrun starts all ranks alike
         return
-    body = json.dumps({"text": f"{socket.gethostname()}: {text}"}).encode()
+    if problem := post(url, f"{socket.gethostname()}: {text}"):
+        say(f"warning: $WEBHOOK did not take an alert ({problem})")
+
+
+def post(url, text):
+    """Sends {"text": text} to an address. Returns the kind of error, or "". The address may be secret, so it is not in
+    what is returned."""
+    body = json.dumps({"text": text}).encode()
     try:
         request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
         urllib.request.urlopen(request, timeout=TIMEOUT_S).close()
     except (OSError, ValueError, http.client.HTTPException) as error:
-        say(f"warning: $WEBHOOK did not take an alert ({type(error).__name__})")
+        return type(error).__name__
+    return ""
