@@ -7,6 +7,10 @@ from nanochat.run.watchdog import Heartbeats, limit_s
 
 COMPILING_STEPS = 3  # the first steps of a process may compile
 
+# {phase of watchdog.PHASES: what a person reads}
+DOING = {"step": "training", "compile": "compiling", "evaluate": "evaluating", "sample": "sampling", "save": "saving",
+         "end": "ending the run"}
+
 
 class Liveness:
     """One rank's heartbeats, and its part in the agreement of all ranks."""
@@ -36,7 +40,7 @@ class Liveness:
         if phase == "step" and step in self._slow_steps:
             phase = "compile"
         if self._rank == 0:
-            work.begin(f"in phase {phase} at step {step}")
+            work.begin(f"{DOING[phase]}, step {step}")
         usual_s = statistics.median(self._step_seconds) if self._step_seconds else 0
         # One step of each console line waits for the device to finish all of them.
         self._heartbeats.beat(self._rank, phase, step, limit_s(

@@ -190,7 +190,7 @@ common.run_script(main, "preparing the run")
 """
     found = train("--log_every=1000", "--num_iterations=30", "--device_type=cpu", "--synthetic_data", "--save_every=30",
                   new_process=("-c", program)).stderr
-    assert "still preparing the run (" in found and re.search(r"still in phase step at step \d+ \(", found)
+    assert "still preparing the run (" in found and re.search(r"still training, step \d+ \(", found)
 
 
 @pytest.mark.slow
