@@ -76,7 +76,6 @@ class PlaceFlags:
                        choices=("local", "ray"))
     ray_address: str | None = flag(None, "HOST:PORT of the Ray cluster, auto (this machine's) or local (start one "
                                    "here); default: $RAY_ADDRESS")
-    ray_open: bool = flag(False, "use a Ray cluster that asks for no token; anyone on its network can run code there")
 
 
 def find_sources(flags, eval_only, cache_dir):
@@ -159,15 +158,16 @@ def choose_engine(places, task_bytes):
     that a task may take."""
     workers = None if places.workers == -1 else places.workers
     if places.engine == "ray":
-        return ray_cluster(find_address(places.ray_address), workers, places.ray_open, task_bytes)
-    if places.ray_address or places.ray_open:
-        raise BadInput("--ray_address and --ray_open need --engine=ray: give that too, or leave them out")
+        return ray_cluster(find_address(places.ray_address), workers, task_bytes)
+    if places.ray_address:
+        raise BadInput("--ray_address needs --engine=ray: give that too, or leave it out")
     return worker_pool(workers or min(os.cpu_count(), 8))
 
 
 def main(argv=None):
     sources, flags, places = read_flags(argv, __doc__, {
-        SourceFlags: "sources, in any combination", CorpusFlags: "the corpus", PlaceFlags: "directories and processes"})
+        SourceFlags: "sources, in any combination", CorpusFlags: "the corpus", PlaceFlags: "directories and processes"},
+        gone={"ray_open": "a Ray cluster without a token gets a warning: leave it out"})
     if flags.eval_only and flags.val_projects:
         raise BadInput("--val_projects and --eval_only exclude each other: an evaluation corpus has no training part")
     problems = []

@@ -12,7 +12,6 @@ from nanochat.corpus import corpus, manifest
 from nanochat.corpus.duplicates import find_duplicates
 from nanochat.corpus.filters import parse_filters
 from nanochat.corpus.manifest import MANIFEST, TRAIN_DIR, VAL_DIR, all_dropped
-from nanochat.corpus.ray_cluster import RayRun
 from nanochat.corpus.runs import Index, load_index
 from nanochat.corpus.scan import HELD_OUT, RECIPE, ScanOptions, scan, telling_sequences
 from nanochat.record.progress import Progress
@@ -99,8 +98,6 @@ def identity_of(sources, flags, excluded):
 
 def build(sources, flags, excluded, run, staging):
     """Makes the shards in `staging` and returns the manifest, a dict."""
-    if isinstance(run, RayRun):
-        run.check(staging.parent, sources)
     # A table is divided by the hash of its projects or paths, unless flags name the projects that are held out.
     val_fraction = 0 if flags.eval_only or flags.val_projects else flags.val_fraction
     options = ScanOptions(flags.seed, flags.max_file_bytes, telling_sequences(excluded.texts), val_fraction,
@@ -110,8 +107,6 @@ def build(sources, flags, excluded, run, staging):
     is_val = np.array([source.project in val_projects for source in sources])
     documents = unique_documents(directories, stats, is_val, flags, run)
     shards = write_shards(documents, flags, staging, run)
-    if isinstance(run, RayRun):
-        print(run.cost(total_bytes(sources)), flush=True)
     totals = {}
     for name, side in documents.sides.items():
         totals[name] = {"documents": int(side.sum()), "bytes": int(documents.index.nbytes[side].sum()),
@@ -140,7 +135,7 @@ def total_bytes(sources):
 
 def remove_leftovers(work_dir):
     """Removes the unfinished files of a killed run. It renames them first, because a task may still run elsewhere."""
-    for leftover in [*work_dir.rglob("*.partial"), *work_dir.rglob("*.gone"), *work_dir.glob("probe_*")]:
+    for leftover in [*work_dir.rglob("*.partial"), *work_dir.rglob("*.gone")]:
         if leftover.exists():  # not inside of another one
             gone = leftover.rename(leftover.with_suffix(".gone"))
             shutil.rmtree(gone) if gone.is_dir() else gone.unlink()
@@ -154,6 +149,13 @@ def require_disk(directory, nbytes, what):
                        "free some space or choose another --out_dir")
 
 
+def require_seen(path):
+    """Raises BadInput if what another machine wrote is not here."""
+    if not path.exists():
+        raise BadInput(f"{path}, which a node of the cluster wrote, is not seen here: name an --out_dir that all nodes "
+                       "share")
+
+
 # The steps
 
 
@@ -165,6 +167,7 @@ def scan_all(sources, options, scans_dir, run):
     calls = [(source, scans_dir, options) for source in largest_first]
     with Progress(f"reading {len(sources)} sources", total_bytes(sources)) as bar:
         def done(i, directory):
+            require_seen(directory)
             directories[largest_first[i]] = directory
             bar.update(largest_first[i].nbytes)
 
@@ -257,6 +260,7 @@ def write_shards(documents, flags, staging, run):
     with Progress(f"writing {len(calls)} shards", nbytes) as bar:
         def done(i, description):
             path = calls[i][0]
+            require_seen(path)
             shards[f"{path.parent.name}/{path.name}"] = description
             bar.update(nbytes // len(calls))
 

@@ -1,6 +1,5 @@
 """prepare_data on a Ray cluster: several nodes on this machine, of which some are killed, and clusters that cannot be
 used."""
-import functools
 import glob
 import http.server
 import os
@@ -14,7 +13,6 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -60,9 +58,8 @@ def cluster(monkeypatch):
 
 def start(address, *flags):
     COMMANDS.append(subprocess.Popen([sys.executable, "-m", "scripts.prepare_data", "--engine=ray",
-                                      f"--ray_address={address}", "--ray_open",
-                                      *map(str, flags)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                                     text=True))
+                                      f"--ray_address={address}", *map(str, flags)],
+                                     stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
     return COMMANDS[-1]
 
 
@@ -113,14 +110,12 @@ def test_the_bytes_are_those_of_one_machine_though_nodes_and_the_command_are_kil
     process = start(address, f"--out_dir={tmp_path / 'nodes'}", *flags, *more)
     kill_in_the_middle(raylets, tmp_path / "nodes", "scans/*.partial", process)
     kill_in_the_middle(raylets, tmp_path / "nodes", "*/*/shard_*.partial", process)
-    output = finish(process)
+    finish(process)
     assert shard_hashes(tmp_path / "nodes") == shard_hashes(tmp_path / "whole")
     assert manifest(tmp_path / "nodes") == manifest(tmp_path / "whole")
     assert {path.name for path in (tmp_path / "nodes").iterdir()} == {
         "base_data_v3", "val", "manifest.json", ".prepare_data.lock"}
-    assert len(raylets) == 1 and output.count("was lost with its worker or node: try 2 of 5") >= 2
-    cost = re.search(r"node-hours, \d+ CPU-seconds in \d+ tasks \((\d+) repeated\), .* most (\d+) of \d+ MB", output)
-    assert int(cost[1]) >= 2 and int(cost[2]) > 50
+    assert len(raylets) == 1
 
     process = start(address, f"--out_dir={tmp_path / 'again'}", *flags)
     scans = tmp_path / "again" / ".work" / "scans"
@@ -141,49 +136,8 @@ def test_the_bytes_are_those_of_one_machine_though_nodes_and_the_command_are_kil
 
     process = start(address, f"--out_dir={tmp_path / 'large'}", *flags[:1], "--shard_bytes=1000000000")
     output, _ = process.communicate(timeout=100)
-    assert process.returncode == 2 and output.count("\n") == 1, output
+    assert process.returncode == 2, output
     assert "no node of the cluster has a core and the 6600 MB that a task needs (2 nodes are there)" in output
-
-
-class LossyRay:
-    """A Ray of two nodes whose first tasks lose their worker, as if Ray's memory monitor had killed it."""
-    exceptions = SimpleNamespace(RayError=RuntimeError, RayTaskError=ValueError)
-    util = SimpleNamespace(scheduling_strategies=SimpleNamespace(
-        NodeAffinitySchedulingStrategy=lambda number, soft: number))
-
-    def __init__(self, losses):
-        self.losses = losses  # {number of a node: tasks that it loses}
-
-    def nodes(self):
-        return [{"NodeID": number, "Alive": True, "Resources": {"CPU": 1, "memory": 1}, "NodeManagerHostname": "host",
-                 "NodeManagerAddress": number, "NodeManagerPort": 1} for number in self.losses]
-
-    def remote(self, **options):
-        def of_node(scheduling_strategy, **options):
-            return SimpleNamespace(remote=lambda _, *call: functools.partial(self.run, scheduling_strategy, *call))
-        return lambda function: SimpleNamespace(options=of_node)
-
-    def run(self, number, function, arguments):
-        self.losses[number] -= 1
-        if self.losses[number] >= 0:
-            raise RuntimeError("killed due to the node running low on memory")
-        return function(*arguments), 0, 0
-
-    def wait(self, references, **options):
-        return references, []
-
-    def get(self, reference):
-        return reference()
-
-
-def test_a_node_that_loses_its_worker_is_asked_again_and_then_named(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(ray_cluster.time, "sleep", lambda seconds: None)
-    ray_cluster.RayRun(LossyRay({"one": 0, "two": 4}), 1, 1).check(tmp_path, [])
-    output = capsys.readouterr().out
-    assert output.count("node host (two:1) has lost a worker (killed due to the node running low on memory)") == 4
-    with pytest.raises(BadInput, match=r"node host \(two:1\) were lost 5 times, perhaps because memory ran out"):
-        ray_cluster.RayRun(LossyRay({"one": 0, "two": 5}), 1, 1).check(tmp_path, [])
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("address, message", [
@@ -200,14 +154,6 @@ def test_a_cluster_that_is_not_there_is_one_line(tmp_path, monkeypatch, address,
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("found, message", [("", "Ray cluster asks for no token, so anyone"),
-                                            ("no memory", "Ray cluster perhaps asks for no token .no memory., so")])
-def test_a_cluster_is_refused_unless_it_refuses_a_client_without_a_token(monkeypatch, found, message):
-    monkeypatch.setattr(ray_cluster, "_try_to_connect", lambda address, env: found if env else "")
-    with pytest.raises(BadInput, match=message), ray_cluster.ray_cluster("127.0.0.1:1025", None, False, 1):
-        pass
-
-
 def two_projects(folder):
     for name in "ab":
         make_project(folder / "in", name, files=1)
@@ -216,7 +162,7 @@ def two_projects(folder):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["token", "disabled"])
-def test_a_cluster_that_asks_for_no_token_is_refused_and_one_that_does_is_used(tmp_path, mode):
+def test_a_cluster_with_a_token_refuses_a_client_without_and_one_without_is_warned_of(tmp_path, mode):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     folder = tempfile.mkdtemp(dir="/tmp")  # its sockets need short names
@@ -234,11 +180,10 @@ def test_a_cluster_that_asks_for_no_token_is_refused_and_one_that_does_is_used(t
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline and "nothing" in run("early", guarded).stderr:
             time.sleep(1)
-        found = run("out", guarded)
-        if mode == "disabled":
-            assert found.returncode == 2 and "asks for no token, so anyone on its network can run code" in found.stderr
-        else:
-            assert found.returncode == 0, found.stderr
+        found = run("out", {**guarded, "RAY_AUTH_MODE": mode})
+        assert found.returncode == 0, found.stderr
+        assert ("warning: the Ray cluster asks for no token" in found.stdout) == (mode == "disabled")
+        if mode == "token":
             found = run("without", {"RAY_AUTH_MODE": "disabled"})
             assert found.returncode == 2 and "set RAY_AUTH_MODE=token, and copy the token" in found.stderr
     finally:
@@ -262,7 +207,7 @@ def test_a_server_that_is_no_cluster_is_one_line_and_not_waited_for(tmp_path, mo
 
 
 def test_without_ray_and_without_the_engine_it_is_one_line(tmp_path, monkeypatch):
-    with pytest.raises(BadInput, match="--ray_address and --ray_open need --engine=ray"):
+    with pytest.raises(BadInput, match="--ray_address needs --engine=ray"):
         prepare(tmp_path / "out", f"--projects_dir={two_projects(tmp_path)}", "--ray_address=auto")
 
     def version(name):
@@ -274,17 +219,20 @@ def test_without_ray_and_without_the_engine_it_is_one_line(tmp_path, monkeypatch
 
 def test_a_node_that_differs_or_sees_other_files_is_named(tmp_path):
     versions = ray_cluster._versions()
-    assert ray_cluster._measured(versions, max, (1, 2))[0] == 2
-    with pytest.raises(BadInput, match="pyarrow is .* and 0.1 where the command runs"):
-        ray_cluster._measured({**versions, "pyarrow": "0.1"}, max, (1, 2))
+    assert ray_cluster._with_same_versions(versions, max, (1, 2)) == 2
+    with pytest.raises(BadInput, match=f"node {socket.gethostname()}: pyarrow is .* and 0.1 where the command runs"):
+        ray_cluster._with_same_versions({**versions, "pyarrow": "0.1"}, max, (1, 2))
     source = open_source(make_project(tmp_path, "a"))
-    path = os.path.join(source.directory, source.files[0])
-    seen = (path, *ray_cluster._seen(path))
-    assert ray_cluster._look_around(tmp_path, "one", [seen]) == "" and (tmp_path / "seen_one" / "file").exists()
-    check_unchanged(source)
-    with open(path, "a") as file:
+    ray_cluster._with_same_versions(versions, check_unchanged, (source,))
+    with open(os.path.join(source.directory, source.files[0]), "a") as file:
         file.write("int x;\n")
-    assert f"it does not see {path} as this machine does" in ray_cluster._look_around(tmp_path, "two", [seen])
-    assert "cannot write to" in ray_cluster._look_around(tmp_path / "nowhere", "three", [])
-    with pytest.raises(BadInput, match="sees other files there"):
-        check_unchanged(source)
+    with pytest.raises(BadInput, match=f"node {socket.gethostname()}: .* sees other files there"):
+        ray_cluster._with_same_versions(versions, check_unchanged, (source,))
+
+
+@pytest.mark.parametrize("step", ["scan", "corpus.write_shard"])
+def test_what_a_node_writes_to_a_disk_of_its_own_is_missed_at_once(tmp_path, monkeypatch, step):
+    monkeypatch.setattr(f"nanochat.corpus.build.{step}", lambda *arguments: tmp_path / "elsewhere")
+    with pytest.raises(BadInput, match="is not seen here: name an --out_dir that all nodes share"):
+        prepare(tmp_path / "out", f"--projects_dir={two_projects(tmp_path)}")
+    assert not (tmp_path / "out" / "val").exists()
