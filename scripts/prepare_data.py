@@ -128,14 +128,6 @@ def hold_out_files(sources, flags):
     return [train, val], replace(flags, val_projects=[val.project])
 
 
-def check_names_of(sources, flags):
-    """Raises BadInput for a name in --val_projects that no source has."""
-    known = {source.project for source in sources}
-    if unknown := set(flags.val_projects) - known:
-        raise BadInput(f"--val_projects: no project is called {', '.join(sorted(unknown))}; there are "
-                       f"{', '.join(sorted(known))}")
-
-
 def check_apart(sources, flags, out_dir):
     """Raises BadInput if `out_dir` is also a source: the next run would read its shards."""
     lock_file = out_dir.resolve() / LOCK_FILE
@@ -182,7 +174,6 @@ def main(argv=None):
         with locked(out_dir / LOCK_FILE, busy):
             found = find_sources(sources, flags.eval_only, cache_dir)
             check_apart(found, sources, out_dir)
-            check_names_of(found, flags)
             found, flags = hold_out_files(found, flags)
             prepare(found, flags, excluded, engine, out_dir)
     except BrokenProcessPool:

@@ -12,11 +12,9 @@ from nanochat.corpus import corpus, manifest
 from nanochat.corpus.duplicates import find_duplicates
 from nanochat.corpus.filters import parse_filters
 from nanochat.corpus.manifest import MANIFEST, TRAIN_DIR, VAL_DIR, all_dropped
-from nanochat.corpus.runs import Index, load_index
+from nanochat.corpus.runs import load_index
 from nanochat.corpus.scan import HELD_OUT, RECIPE, ScanOptions, scan, telling_sequences
 from nanochat.record.progress import Progress
-
-DOCUMENT = "file"  # what a document is, for identity_of: earlier versions could make it of several files
 
 
 def names(text):
@@ -50,16 +48,6 @@ class Excluded:
     digest: str | None = None  # hash of them
 
 
-@dataclass
-class Documents:
-    """The documents that are kept."""
-    index: Index  # of all documents
-    sides: dict  # {folder: (N,) bool, which documents are in it}
-
-    def nbytes(self):
-        return int(sum(self.index.nbytes[side].sum() for side in self.sides.values()))
-
-
 def prepare(sources, flags, excluded, engine, out_dir):
     """Makes the corpus, or resumes making it; does nothing if `out_dir` already holds it. flags: CorpusFlags.
     engine: a context manager of run(function, calls, done), as worker_pool."""
@@ -76,7 +64,7 @@ def prepare(sources, flags, excluded, engine, out_dir):
             return
         manifest.check_out_dir(out_dir)
         staging.mkdir(parents=True, exist_ok=True)
-        require_disk(staging, total_bytes(sources), "the corpus")
+        require_disk(staging, total_bytes(sources))
         remove_leftovers(work_dir)
         with engine as run:
             made = build(sources, flags, excluded, run, staging)
@@ -90,8 +78,9 @@ def prepare(sources, flags, excluded, engine, out_dir):
 def identity_of(sources, flags, excluded):
     """Returns a hexadecimal hash of all that decides the bytes of the corpus."""
     own = () if flags.eval_only or flags.val_projects else own_projects(sources)  # they limit only the choice
+    # "file" is what a document is: earlier versions could make it of several files.
     recipe = [flags.seed, flags.max_file_bytes, flags.val_fraction, list(flags.val_projects), flags.eval_only,
-              flags.shard_bytes, excluded.digest, DOCUMENT, sorted(own), flags.filters, flags.licences]
+              flags.shard_bytes, excluded.digest, "file", sorted(own), flags.filters, flags.licences]
     identity = json.dumps([RECIPE, recipe, [source.identity() for source in sources]])
     return hashlib.blake2b(identity.encode(), digest_size=12).hexdigest()
 
@@ -105,24 +94,37 @@ def build(sources, flags, excluded, run, staging):
     directories, stats = scan_all(sources, options, staging.parent / "scans", run)
     val_projects = split_projects(sources, stats, flags)
     is_val = np.array([source.project in val_projects for source in sources])
-    documents = unique_documents(directories, stats, is_val, flags, run)
-    shards = write_shards(documents, flags, staging, run)
+    index, sides = unique_documents(directories, stats, is_val, flags, run)
+    shards = write_shards(index, sides, flags, staging, run)
     totals = {}
-    for name, side in documents.sides.items():
-        totals[name] = {"documents": int(side.sum()), "bytes": int(documents.index.nbytes[side].sum()),
+    for name, side in sides.items():
+        totals[name] = {"documents": int(side.sum()), "bytes": int(index.nbytes[side].sum()),
                         "shards": sum(shard.startswith(f"{name}/") for shard in shards)}
     made = manifest.make_manifest(flags, sources, stats, val_projects, totals)
     return {**made, "shards": dict(sorted(shards.items()))}
 
 
 def check_validation(sources, flags):
-    """Raises BadInput if a project of the user's own would have to be held out and is not named."""
-    if flags.eval_only or flags.val_projects or any(source.table for source in sources):
-        return
-    own = own_projects(sources)
-    if len(own) > 1 and own == {source.project for source in sources}:
-        raise BadInput("all projects are named with --source, and none of them is held out for validation unasked: "
-                       f"add --val_projects with some of {', '.join(sorted(own))}")
+    """Raises BadInput if the projects cannot be divided as the flags say."""
+    projects = {source.project for source in sources}
+    if unknown := set(flags.val_projects) - projects:
+        raise BadInput(f"--val_projects: no project is called {', '.join(sorted(unknown))}; there are "
+                       f"{', '.join(sorted(projects))}")
+    if set(flags.val_projects) == projects:
+        raise BadInput("--val_projects names every project: leave one to train on, or use --eval_only")
+    if not (flags.val_projects or flags.eval_only):
+        validation_candidates(projects, sources)
+
+
+def validation_candidates(projects, sources):
+    """Returns those of `projects` that may be held out unasked. Raises BadInput if none may, and there is no table."""
+    tables = {source.project for source in sources if source.table}
+    # Training would see nothing of a project that is held out, so never one of the user's own.
+    candidates = projects - own_projects(sources) - tables
+    if not tables and (not candidates or len(projects) == 1):
+        raise BadInput(f"no project can be held out for validation of {', '.join(sorted(projects))}: add one with "
+                       "--projects_dir, or name one of several with --val_projects")
+    return candidates
 
 
 def own_projects(sources):
@@ -134,19 +136,20 @@ def total_bytes(sources):
 
 
 def remove_leftovers(work_dir):
-    """Removes the unfinished files of a killed run. It renames them first, because a task may still run elsewhere."""
-    for leftover in [*work_dir.rglob("*.partial"), *work_dir.rglob("*.gone")]:
-        if leftover.exists():  # not inside of another one
-            gone = leftover.rename(leftover.with_suffix(".gone"))
-            shutil.rmtree(gone) if gone.is_dir() else gone.unlink()
+    """Removes the unfinished files of a killed run."""
+    for leftover in list(work_dir.rglob("*.partial")):
+        if leftover.is_dir():
+            shutil.rmtree(leftover, ignore_errors=True)  # a node of a cluster may still write there
+        else:
+            leftover.unlink(missing_ok=True)
 
 
-def require_disk(directory, nbytes, what):
+def require_disk(directory, nbytes):
     """Raises BadInput unless `nbytes` are free in `directory`."""
     free = shutil.disk_usage(directory).free
     if free < nbytes:
-        raise BadInput(f"{what} needs about {nbytes / 1e6:.0f} MB in {directory}, which has {free / 1e6:.0f} MB free: "
-                       "free some space or choose another --out_dir")
+        raise BadInput(f"the corpus needs about {nbytes / 1e6:.0f} MB in {directory}, which has {free / 1e6:.0f} MB "
+                       "free: free some space or choose another --out_dir")
 
 
 def require_seen(path):
@@ -177,8 +180,8 @@ def scan_all(sources, options, scans_dir, run):
 
 
 def split_projects(sources, stats, flags):
-    """Returns the names of the held-out projects, and prints those that nobody named. Raises BadInput if a side would
-    be empty."""
+    """Returns the names of the held-out projects, and prints those that nobody named. Raises BadInput if there is no
+    document."""
     bytes_by_project = Counter()
     for source, stat in zip(sources, stats, strict=True):
         if stat["documents"]:
@@ -189,27 +192,15 @@ def split_projects(sources, stats, flags):
         raise BadInput(f"no C or C++ file is left of {files} (dropped: {dropped}): check the sources")
     if flags.eval_only:
         return set(bytes_by_project)
-    all_projects = ", ".join(sorted(bytes_by_project))
-    tables = {source.project for source in sources if source.table}
-    if len(bytes_by_project) == 1 and not (tables and not flags.val_projects):
-        raise BadInput(f"all files come from one project ({next(iter(bytes_by_project))}), and validation needs "
-                       "another: add a source, or name a directory of several with --projects_dir")
-    if unknown := set(flags.val_projects) - set(bytes_by_project):
-        raise BadInput(f"--val_projects: no project is called {', '.join(sorted(unknown))}; there are {all_projects}")
-    if set(flags.val_projects) == set(bytes_by_project):
-        raise BadInput("--val_projects names every project: leave one to train on, or use --eval_only")
     if flags.val_projects:
         return set(flags.val_projects)
-    # Training would see nothing of a project that is held out, so never one of the user's own.
-    candidates = bytes_by_project.keys() - own_projects(sources) - tables
+    candidates = validation_candidates(set(bytes_by_project), sources)
+    tables = {source.project for source in sources if source.table}
     if tables:
         say(f"held out for validation, not trained on: {flags.val_fraction:.1%} of the projects or paths "
             f"of {', '.join(sorted(tables))}")
     if len(candidates) < 2 and tables:
         return set()
-    if not candidates:
-        raise BadInput("no project is left to hold out for validation except those of --source: name some with "
-                       f"--val_projects, of {all_projects}")
     divisible = {project: size for project, size in bytes_by_project.items() if project not in tables}
     chosen = corpus.choose_validation(divisible, candidates, flags.val_fraction, flags.seed)
     say(f"held out for validation, not trained on: {', '.join(sorted(chosen))} (--val_projects chooses others)")
@@ -217,8 +208,9 @@ def split_projects(sources, stats, flags):
 
 
 def unique_documents(directories, stats, is_val, flags, run):
-    """Returns the Documents without duplicates, which are counted in `stats`. Raises BadInput if a side is empty.
-    is_val: (sources,) bool. Validation comes first: it stays whole, and training loses the copies."""
+    """Returns the Index of all documents, and {folder: (N,) bool, which of them are in it}, without duplicates, which
+    are counted in `stats`. Raises BadInput if a folder would be empty. is_val: (sources,) bool. Validation comes first:
+    it stays whole, and training loses the copies."""
     runs = []  # (not held out, number of the source, path)
     for i, directory in enumerate(directories):
         for path in directory.glob("run_*.parquet"):
@@ -239,23 +231,22 @@ def unique_documents(directories, stats, is_val, flags, run):
     if not flags.eval_only:
         sides[TRAIN_DIR] = kept & in_training
     sides[VAL_DIR] = kept & ~in_training
-    if not sides[VAL_DIR].any():
-        raise BadInput(f"of {len(index.key)} documents none is held out for validation: give a larger --val_fraction "
-                       f"({flags.val_fraction}), or add a source and name it with --val_projects")
-    if not all(side.any() for side in sides.values()):
-        raise BadInput("every training document is a copy of a validation document: add sources")
-    return Documents(index, sides)
+    for name, side in sides.items():
+        if not side.any():
+            raise BadInput(f"of {len(index.key)} documents, without copies of others, none is left for {name}/: add "
+                           "sources, or give another --val_fraction or --val_projects")
+    return index, sides
 
 
-def write_shards(documents, flags, staging, run):
+def write_shards(index, sides, flags, staging, run):
     """Writes the shards, and returns {name: size and hash}, as corpus.describe_shard."""
     calls = []
-    for name, side in documents.sides.items():
+    nbytes = 0
+    for name, side in sides.items():
+        nbytes += int(index.nbytes[side].sum())
         (staging / name).mkdir(parents=True, exist_ok=True)
-        for number, parts in enumerate(corpus.plan_shards(documents.index, side, flags.shard_bytes)):
+        for number, parts in enumerate(corpus.plan_shards(index, side, flags.shard_bytes)):
             calls.append((staging / name / f"shard_{number:05d}.parquet", parts))
-    nbytes = documents.nbytes()
-    require_disk(staging, nbytes // 3, "writing the shards")
     shards = {}
     with Progress(f"writing {len(calls)} shards", nbytes) as bar:
         def done(i, description):

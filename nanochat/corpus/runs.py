@@ -65,9 +65,7 @@ def read_column(runs, name):
 
 
 def parts_of(index, documents):
-    """Returns [(path of a run, numbers of documents in it)] of these documents, a bool mask or numbers in the index."""
-    if documents.dtype == bool:
-        documents = np.flatnonzero(documents)
+    """Returns [(path of a run, numbers of documents in it)] of these documents, numbers in the index."""
     # Numbers in the index rise with the runs, so each run's documents become one slice.
     documents = np.sort(documents)  # by run, and in each run
     run, starts = np.unique(index.run[documents], return_index=True)
