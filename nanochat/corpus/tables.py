@@ -10,8 +10,9 @@ import io
 import json
 import os
 import re
+import zlib
 from collections.abc import Callable
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -21,6 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from nanochat.common import SUFFIXES, BadInput, say
+from nanochat.corpus.archives import unpacked
 from nanochat.corpus.sources import Table, directory_source, readable, walk
 from nanochat.corpus.where import chosen, find_fields, find_places
 
@@ -42,9 +44,6 @@ _STRINGS = (pa.string(), pa.large_string(), pa.string_view())
 ROWS, BATCH_BYTES = 64, 16 << 20  # that are decoded at a time: fewer rows if they are long
 SAMPLE_ROWS, LINES_BYTES = 100, 4 << 20  # of JSON Lines: to find the columns, and what is parsed at a time
 LONGEST_LINE = 64 << 20  # of JSON
-PACKED_BY = {".gz": "gzip", ".zst": "zstd"}
-MOST_PADDING = 1 << 20  # zeros behind a packed file, which fill the block of a tape or a disk
-OWN_ZEROS = 8  # with which a packed file itself may end
 BAD_LINES, BAD_SHARE = 10, 0.001  # a file with more bad lines than both of these is refused
 PIECE_BYTES = 1 << 28  # of a parquet file that one task reads, unpacked
 
@@ -362,7 +361,7 @@ def _json_batches(path, most_rows=4096, text=None):
     num_bad = 0
     first_bad = ""
     is_empty = True
-    with _unpacked(path, _end(path)) as raw, io.BufferedReader(raw, 1 << 20) as stream:
+    with open(path, "rb") as raw, io.BufferedReader(unpacked(path.suffix[1:], raw), 1 << 20) as stream:
         number = 0
         while line := stream.readline(LONGEST_LINE):
             number += 1
@@ -391,30 +390,6 @@ def _json_batches(path, most_rows=4096, text=None):
         say(f"warning: {path}: {num_bad} of {number} lines are skipped: {first_bad}")
 
 
-def _unpacked(path, end):
-    """Returns the open stream of what the first bytes of a file hold, up to `end`."""
-    file = pa.OSFile(str(path)).get_stream(0, end)
-    kind = PACKED_BY.get(path.suffix)
-    return pa.CompressedInputStream(file, kind) if kind else file
-
-
-def _end(path):
-    """Returns the number of a file's bytes, without the zeros behind a packed one that is whole."""
-    with open(path, "rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        begin = file.seek(max(0, size - MOST_PADDING))
-        end = begin + len(file.read().rstrip(b"\0"))
-    if path.suffix not in PACKED_BY or size - end <= OWN_ZEROS:
-        return size
-    # How many zeros are the file's own, only unpacking it tells.
-    for own_end in range(end, end + OWN_ZEROS + 1):
-        with suppress(pa.ArrowException, OSError), _unpacked(path, own_end) as stream:
-            while stream.read(1 << 20):
-                pass
-            return own_end
-    return size
-
-
 def _parse(line, number, text):
     try:
         row = json.loads(line.rstrip())
@@ -437,6 +412,6 @@ def _reading(path, advice="copy it again, or leave it out"):
         yield
     except UnicodeEncodeError:
         raise BadInput(f"the path {path} is not UTF-8, which pyarrow needs: rename the folder or file") from None
-    except (pa.ArrowException, OSError, OverflowError, UnicodeDecodeError) as error:
+    except (pa.ArrowException, OSError, EOFError, zlib.error, OverflowError, UnicodeDecodeError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
         raise BadInput(f"{path} cannot be read ({reason}): {advice}") from None
