@@ -145,29 +145,19 @@ def open_projects(directory):
 
 
 def distinguish(sources):
-    """Returns the sources with each place once. Sources of one name get their parents' names too: /x/lib and /y/lib
-    become the projects x/lib and y/lib."""
+    """Returns the sources with each place once. Sources of one name get the names of the folders too by which they
+    differ: /x/lib and /y/lib become the projects x/lib and y/lib."""
     by_place = {(source.directory, source.files, source.archives): source for source in sources}
     by_name = defaultdict(list)
     for source in by_place.values():
         by_name[source.name].append(source)
     found = []
     for name, same in by_name.items():
-        parents = [Path(source.directory or source.archives[0]).parent.parts for source in same]
-        # The smallest number of parent folders by which all sources of this name differ.
-        for length in range(max(map(len, parents))):
-            if len({_last(parts, length) for parts in parents}) == len(same):
-                break
-        else:
-            length = 0
-        for source, parts in zip(same, parents, strict=True):
-            nearest = [part for part in _last(parts, length) if part != os.sep]
-            found.append(replace(source, name=_as_text("/".join([*nearest, name]))))
+        folders = [Path(source.directory or source.archives[0]).parent for source in same]
+        common = os.path.commonpath(folders)
+        for source, folder in zip(same, folders, strict=True):
+            found.append(replace(source, name=_as_text(str(folder.relative_to(common) / name))))
     return found
-
-
-def _last(parts, count):
-    return parts[max(0, len(parts) - count):]
 
 
 def installed_headers():
