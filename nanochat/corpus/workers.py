@@ -22,8 +22,8 @@ def worker_pool(workers):
                              initargs=(os.getpid(),)) as pool:
         try:
             yield functools.partial(_run_in, pool)
-        except BaseException as error:
-            _abandon(pool, interrupted=isinstance(error, KeyboardInterrupt))
+        except BaseException:
+            _end(pool)
             raise
 
 
@@ -42,21 +42,16 @@ def _run_in(pool, function, calls, done):
         done(futures[future], future.result())
 
 
-def _abandon(pool, interrupted):
-    """Drops the calls that wait, because the pool's end would wait until all were done. After Ctrl-C it ends the
-    workers, too, and frees the pool's semaphores: run_script then ends this process at once, and Python would complain
-    of leaked semaphores, and a worker that has just begun of lost ones."""
-    if not interrupted:
-        pool.shutdown(wait=False, cancel_futures=True)
-        return
+def _end(pool):
+    """Ends the workers at once, and frees the pool's semaphores: after Ctrl-C run_script ends this process, and Python
+    would complain of leaked ones."""
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C would stop what follows halfway
     manager = pool._executor_manager_thread
-    pool.shutdown(wait=False, cancel_futures=True)
     for process in multiprocessing.active_children():
         process.kill()
-        process.join(1)
+    pool.shutdown(wait=False, cancel_futures=True)
     if manager is not None:
-        manager.join(5)  # it frees semaphores, too, in two steps that an end in between would part
+        manager.join(5)  # without end in Python 3.10, if a long argument was on its way
     multiprocessing.util._run_finalizers(0)
     signal.signal(signal.SIGINT, handler)
 
