@@ -156,15 +156,12 @@ def unpacked(kind, raw):
 def _iter_debian_diff(stream):
     """Yields debian/copyright, from the diff that contains debian/ in source packages of format 1.0."""
     copyright_lines = []
-    nbytes = 0
     inside = False
     while line := stream.readline(MAX_LICENCE_BYTES):
         # debian/ is only on the new side of this diff, so the added lines of a file are the whole file.
         if line.startswith(b"+++ "):
             inside = b"".join(line.split()[1:2]).split(b"/", 1)[-1] == b"debian/copyright"
         elif inside and line.startswith(b"+"):
-            nbytes += len(line)
-            if nbytes <= MAX_LICENCE_BYTES:
-                copyright_lines.append(line[1:])
+            copyright_lines.append(line[1:])
     text = b"".join(copyright_lines)
     yield "debian/copyright", len(text), lambda: text

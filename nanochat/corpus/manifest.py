@@ -26,11 +26,8 @@ def make_manifest(flags, sources, stats, val_projects, totals):
         for name, value in stat.items():
             entry[name] = add(before[name], value) if name in before else value
         entries[place] = entry
-    dropped = all_dropped(stats)
-    num_files = sum(stat["files"] for stat in stats)
-    shares = {reason: round(count / num_files, 6) for reason, count in dropped.items()}
     return {"flags": {**asdict(flags), "val_projects": list(flags.val_projects)}, "val_projects": sorted(val_projects),
-            "totals": totals, "dropped": dict(dropped), "dropped_share": shares, "sources": list(entries.values())}
+            "totals": totals, "dropped": dict(all_dropped(stats)), "sources": list(entries.values())}
 
 
 def add(one, other):
