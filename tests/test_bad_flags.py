@@ -40,7 +40,7 @@ WORK = {
     "import_hf": ["import_model"], "lsp": ["run"], "prepare_data": ["prepare"],
     "prepare_puzzles": ["make_splits"], "puzzle_train": LAUNCHED, "report": ["summarise"],
     "serve": ["load_completer"], "solve": ["Judge"], "tok_eval": ["fetch_openai"], "tok_train": ["choose_texts"],
-    "tpu_preflight": ["prepare"],
+    "tpu_check": ["check_all"], "tpu_preflight": ["prepare"],
     "dev.bench_replay": ["load_completer"], "dev.bench_serve": ["get_context"]}
 
 ODD = ["", " ", "-", "--", "=", "nan", "inf", "-inf", "-0", "0", "-1", "1e400", "9" * 30, "9" * 5000, "٣", "²", "1_0",
@@ -55,7 +55,7 @@ class WorkBegins(BaseException):
 def flags_of(module):
     """Returns the fields of a script's flags."""
     classes = [value for value in vars(module).values() if dataclasses.is_dataclass(value)]
-    if module.__name__ in ("scripts.base_train", "scripts.tpu_preflight"):
+    if module.__name__ in ("scripts.base_train", "scripts.tpu_check", "scripts.tpu_preflight"):
         classes += TITLES
     if module.__name__ == "scripts.puzzle_train":
         classes += puzzles.TITLES
@@ -121,6 +121,7 @@ def test_bad_flags_are_one_line_that_names_what_is_wrong(name, corpus_dir, byte_
         "dev.bench_replay": [f"--checkpoint={trained}", f"--tokenizer_dir={byte_tokenizer_dir}", "--device_type=cpu",
                              f"--data_dir={tmp_path}/documents"],
         "puzzle_train": [f"--data_dir={made_puzzles}", "--device_type=cpu", "--hidden=8", "--heads=2"],
+        "tpu_check": ["--device_type=xla", f"--tokenizer_dir={byte_tokenizer_dir}"],
         "tpu_preflight": ["--accelerator=v6e-4", f"--tokenizer_dir={byte_tokenizer_dir}"],
         "base_eval": [f"--checkpoint={trained}", f"--data_dir={corpus_dir}/val", "--device_type=cpu",
                       f"--tokenizer_dir={byte_tokenizer_dir}"],

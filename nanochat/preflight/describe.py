@@ -32,6 +32,8 @@ def describe(report):
         prices = "at --usd_per_chip_hour"
     if "estimate" in report:
         lines += describe_run(report["estimate"], report["plan"], prices)
+    if "measured" in report:
+        lines.append(describe_measured(report["measured"], report["estimate"]))
     lines.append("")
     if report["fits"]:
         lines.append(f"fits: {gib(report['peak_bytes'])} of {gib(usable)} ({report['peak_bytes'] / usable:.0%})")
@@ -133,6 +135,15 @@ def describe_run(run, plan, prices):
         lines.append(f"estimate: {1 - run['hours'] / run['hours_of_last']:.1%} less than with the last of these "
                      "programs throughout")
     return lines
+
+
+def describe_measured(measured, run):
+    """Returns a line about how a check has corrected the estimate of a run."""
+    compiled = measured["by_compiler"]
+    factors = ", ".join(f"{name} × {factor:.2f}" for name, factor in measured["factors"].items())
+    return (f"by the compiler {1000 * compiled['step_s']:.0f} ms "
+            f"({span_ms(compiled['step_low_s'], compiled['step_high_s'], 0)}); by your check of {measured['date']} "
+            f"× {run['step_s'] / compiled['step_s']:.2f} ({factors})")
 
 
 def describe_cost(found, prices):

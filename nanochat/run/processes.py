@@ -155,12 +155,14 @@ def end_process_on_error(function, status_path):
 
 
 @contextmanager
-def started_module(module, *flags, env=None):
+def started_module(module, *flags, env=None, output=None):
     """Prints the command that runs a script of this project, and yields its process, a Popen, which gets SIGTERM when
-    this one ends. Ctrl-C in the block ends it, and waits while it saves. env: its environment; None: this process's."""
+    this one ends. Ctrl-C in the block ends it, and waits while it saves. env, output: its environment, and the file for
+    what it prints; None: this process's."""
     command = ["-m", module, *flags]
     say(f"$ {shlex.join(['python3', *command])}")
-    process = subprocess.Popen([sys.executable, *command], env=env, stdin=subprocess.DEVNULL,
+    process = subprocess.Popen([sys.executable, *command], env=env, stdin=subprocess.DEVNULL, stdout=output,
+                               stderr=output and subprocess.STDOUT,
                                preexec_fn=partial(end_with_parent, os.getpid(), signal.SIGTERM))
     try:
         yield process

@@ -107,11 +107,22 @@ def train(flags):
     return 0
 
 
+def check(flags):
+    folder = Path(flags["out_dir"]) / "check"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "check.json").write_text("{}")
+    (folder / "check.toml").write_text(f"depth = {flags['depth']}")
+    print("kernels: NOT as expected")
+    return 1
+
+
 if __name__ == "__main__":
     if sys.argv[1] == "-c":
         count_chips()
     elif sys.argv[1:3] == ["-m", "pip"]:
         print("pip", *sys.argv[3:])
+    elif sys.argv[1:4] == ["-u", "-m", "scripts.tpu_check"]:
+        sys.exit(check(dict(flag[2:].split("=", 1) for flag in sys.argv[4:])))
     else:
         assert sys.argv[1:4] == ["-u", "-m", "scripts.base_train"], sys.argv
         sys.exit(train(dict(flag[2:].split("=", 1) for flag in sys.argv[4:])))

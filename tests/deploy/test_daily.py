@@ -56,6 +56,17 @@ def test_push_again_replaces_the_code_and_keeps_other_files(laptop, checkout):
     assert (vm.home / "nanochat/.tpu_env").read_text() == (ROOT / ".tpu_env.example").read_text()
 
 
+def test_check_returns_its_status_and_brings_home_what_it_found(laptop, tmp_path):
+    vm = laptop.vm()
+    assert "push.sh first" in laptop.run("check.sh", vm.ip, "--", "--depth=3", status=2)
+    (vm.home / "nanochat").mkdir()
+    to = tmp_path / "found"
+    output = laptop.run("check.sh", vm.ip, "--to", to, "--", "--depth=3", status=1)
+    assert "kernels: NOT as expected" in output
+    assert (to / "check.toml").read_text() == "depth = 3" and (to / "check.json").read_text() == "{}"
+    assert "--to" in laptop.run("check.sh", vm.ip, "--to", to, "--", "--depth=3", status=2)
+
+
 def test_push_over_a_lost_connection_tries_again(laptop, checkout):
     vm = laptop.vm()
     (vm.home / "drop_connection").touch()

@@ -12,8 +12,8 @@ from deploy.lib import check_flags
 from nanochat.common import BadInput
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
-VERBS = ["create", "setup", "push", "data", "train", "status", "logs", "stop_run", "fetch", "watch", "stop", "start",
-         "delete", "list"]
+VERBS = ["create", "setup", "push", "data", "check", "train", "status", "logs", "stop_run", "fetch", "watch", "stop",
+         "start", "delete", "list"]
 LIBRARIES = ["lib/common", "lib/gcloud", "lib/ssh", "lib/on_vm", "lib/look", "lib/errors", "lib/limit"]
 BAD_BATCH = "--total_batch_size=999"  # which eight chips cannot divide
 

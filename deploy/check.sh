@@ -1,0 +1,42 @@
+#!/usr/bin/env bash
+# Checks in ten minutes what of this program holds on a VM's chips, and copies check.json and check.toml here.
+#
+#   deploy/check.sh HOST [-- --depth=16 --device_batch_size=8]
+#
+# The flags after -- are those of python -m scripts.tpu_check, which says what is checked. push.sh and setup.sh come
+# first; no data is needed. check.json has no names, keys or addresses: attach it to an issue.
+#
+#   --to DIR                   copy into the new folder DIR (default: check.HOST here)
+#   --dry_run                  only print what would be done
+#
+# Exit status: 0 all holds; 1 something does not, but a run is possible; 3 no run is possible; 6 a run has the chips.
+me=$0; while [ -L "$me" ]; do l=$(readlink "$me"); case $l in /*) me=$l ;; *) me=$(dirname "$me")/$l ;; esac; done
+. "$(dirname "$me")/lib/common.sh" || exit 2
+WORKER=0 TO=""
+parse "TO" "$@"
+resolve ${ARGS[@]+"${ARGS[@]}"}
+TO=${TO:-check.${ARGS[0]:-$NAME}}
+[ ! -e "$TO" ] || die 2 "--to=$TO exists: move it, or name another folder"
+
+script <<'END'
+load_env
+running && { echo "a run is running: $(current); stop_run.sh ends it" >&2; exit 6; }
+cd ~/nanochat 2>/dev/null || { echo "no code on this VM: push.sh first" >&2; exit 2; }
+[ -x "$D/venv/bin/python" ] || { echo "packages are missing: setup.sh first" >&2; exit 2; }
+exec flock -n "$D/run.lock" "$D/venv/bin/python" -u -m scripts.tpu_check --out_dir="$D" "$@"
+END
+CHECK=$SCRIPT
+script <<'END'
+cd "$D/check"
+for name in check.json check.toml; do
+  [ ! -f "$name" ] || { echo "$(stat -c %s "$name") $name"; cat "$name"; }
+done
+echo end
+END
+status=0
+vm 0 "$CHECK" ${FLAGS[@]+"${FLAGS[@]}"} || status=$?
+case $status in 0 | 1 | 3) ;; *) exit $status ;; esac
+READ=(files "$TO" check.json check.toml)
+retry vm 0 "$SCRIPT"
+say "what it found is in $TO"
+exit $status

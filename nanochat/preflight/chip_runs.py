@@ -1,0 +1,260 @@
+"""The checks of a TPU that train: the kernels in a small run, the run's own programs, what a run survives, and whether
+the host feeds it. chip.py has the others."""
+import json
+import math
+import os
+import re
+import signal
+import time
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+
+from nanochat.checkpoint import on_disk
+from nanochat.common import BadInput, get_base_dir
+from nanochat.data.loader import DataLoader, Rows
+from nanochat.data.shards import open_shards
+from nanochat.data.storage import Interruption, copy_files, delete_file
+from nanochat.device import tpu
+from nanochat.device.ranks import compute_init, prepare_xla_environment
+from nanochat.device.tpu import GIB
+from nanochat.model.config import GPTConfig
+from nanochat.preflight.chip import Finding, anonymous
+from nanochat.record.history import read_run
+from nanochat.run.hosts import metadata
+from nanochat.run.processes import started_module
+from nanochat.run.stopping import EXIT_STATUS as STOPPED
+from nanochat.train.plan import make_plan
+from nanochat.train.start import run_tokenizer
+
+STEPS = 20
+SHORT = {"synthetic_data": True, "eval_every": -1, "sample_every": -1, "save_every": -1, "log_every": 5,
+         "num_iterations": STEPS, "checkpoint_mirror": None, "teacher": "", "init_from": "", "seq_len_ramp": ""}
+SMALL_DEPTH = 4  # of the runs that are compared with one another
+SAME_LOSS = 0.005  # two kernels round differently
+FIRST_LOSS = 0.5  # from ln V
+STEADY_FROM = 3  # from this step on, nothing is compiled
+LONG_STEPS = {"tpu": 100, "xla": 10}  # of a run that a signal must reach before its end
+NAMED_S = 30  # within which a killed rank must be named
+ESTIMATE = "preflight.json"
+MOST_HEADERS = 3000  # of torch, as text for the loader
+LOADER_S = 5
+COPIED_BYTES = 256_000_000
+
+
+def write_config(setting, name, micro_steps=1, **changes):
+    """Writes the flags of a short run on random tokens for --config, and returns the path. changes: {flag: value}."""
+    own_tokenizer = get_base_dir() / "tokenizer"  # the run has another base directory
+    if own_tokenizer.exists():
+        changes.setdefault("tokenizer_dir", setting.flags.data.tokenizer_dir or str(own_tokenizer))
+    flags = setting.flags.replace(**SHORT | {"run": name, "device_type": setting.device_type} | changes)
+    readers = setting.chips // flags.devices.mesh_tensor
+    length = flags.model.max_seq_len or GPTConfig.max_seq_len
+    path = setting.folder / f"{name}.toml"
+    tokens = flags.batch.device_batch_size * length * readers * micro_steps
+    path.write_text(flags.replace(total_batch_size=tokens).as_toml())
+    return path
+
+
+@contextmanager
+def started(setting, name, micro_steps=1, **changes):
+    """Yields the process of a short run, whose log is NAME.log."""
+    config = write_config(setting, name, micro_steps, **changes)
+    env = os.environ | {"NANOCHAT_BASE_DIR": str(setting.folder), "WANDB_MODE": "disabled", "WEBHOOK": ""}
+    with open(setting.folder / f"{name}.log", "a") as log, \
+            started_module(setting.trainer, f"--config={config}", env=env, output=log) as process:
+        yield process
+
+
+def train(setting, name, micro_steps=1, **changes):
+    """Trains to the end. Returns the History, or None and why there is none."""
+    with started(setting, name, micro_steps, **changes) as process:
+        status = process.wait()
+    if status == 0:
+        return read_run(run_directory(setting, name)), "it trains"
+    lines = [line for line in read_log(setting, name).splitlines() if "rror" in line]
+    return None, anonymous(lines[-1]) if lines else f"status {status}"
+
+
+def run_directory(setting, name):
+    return setting.folder / "checkpoints" / name
+
+
+def read_log(setting, name):
+    return (setting.folder / f"{name}.log").read_text(errors="replace")
+
+
+def small_flags(setting):
+    """Returns {flag: value} of a small run."""
+    return {"depth": min(SMALL_DEPTH, setting.flags.model.depth or SMALL_DEPTH), "mesh_fsdp": 1, "mesh_tensor": 1,
+            "products": "bfloat16"}
+
+
+# Training
+
+
+def training(setting):
+    """Whether a small run has the same losses with each kernel, with an all-reduce inside its step."""
+    reference = None
+    for kernel in ("current", "chunked", "flash"):
+        run, outcome = train(setting, kernel, kernel=kernel, shard_optimizer="off", **small_flags(setting))
+        breaks = "run" if kernel == "current" else kernel
+        if not run:
+            yield Finding(f"{kernel} trains", False, outcome, "it trains", breaks)
+            continue
+        losses = run.series("loss")[1]
+        reference = losses if reference is None else reference
+        apart = float(abs(losses / reference - 1).max())
+        yield Finding(f"{kernel} trains", apart <= SAME_LOSS, f"losses {apart:.2%} apart", f"{SAME_LOSS:.1%}", breaks)
+
+
+def programs(setting):
+    """Whether a run of the flags asked for compiles once, learns, and takes the time and the memory of the preflight's
+    estimate. With one micro-step in a step, and with four, which tells their times apart."""
+    vocab_size = run_tokenizer(setting.flags).n_vocab
+    plan = make_plan(setting.flags, vocab_size, setting.device_type, setting.chips)
+    with estimating(setting):
+        (one, outcome), (four, outcome_of_four) = (train(setting, f"{count}_micro_steps", count) for count in (1, 4))
+    trains = bool(one and four)
+    yield Finding(f"depth {plan.config.n_layer} trains with {plan.kernel}", trains, outcome_of_four if one else outcome,
+                  "it trains", "run" if plan.kernel == "current" else plan.kernel)
+    if not trains:
+        return
+    loss, expected = float(one.series("loss")[1][0]), math.log(vocab_size)
+    yield Finding("loss of the first step", abs(loss - expected) < FIRST_LOSS, f"{loss:.2f}", f"{expected:.2f}")
+    again = [record["step"] for run in (one, four) for record in run.records
+             if "recompiled" in record and record["step"] >= STEADY_FROM]
+    yield Finding("it compiles once", not again, f"again at {len(again)} steps", "at none")
+    yield Finding("tokens/s", True, f"{four.median('tokens_per_s'):,.0f}")
+    try:
+        report = json.loads((setting.folder / ESTIMATE).read_text())
+    except (OSError, ValueError):  # it is not ready
+        report = {"programs": {}}
+    micro_ms = (four.median("step_ms") - one.median("step_ms")) / 3
+    for name, ms in (("micro_step", micro_ms), ("update", one.median("step_ms") - micro_ms)):
+        estimate = report["programs"].get(name)
+        expected_ms = 1000 * estimate["estimated_s"] if estimate else None
+        yield Finding(name, ms > 0, f"{ms:.1f} ms", f"{expected_ms:.1f} ms" if estimate else "not estimated",
+                      factor=ms / expected_ms if estimate else None)
+    peak = float(max(four.series("device_memory_peak_bytes")[1], default=0))
+    if peak and report.get("peak_bytes"):
+        yield Finding("memory", peak <= report["usable_hbm_bytes"], f"{peak / GIB:.2f} GiB at the peak",
+                      f"{report['peak_bytes'] / GIB:.2f} GiB", factor=peak / report["peak_bytes"])
+
+
+def estimating(setting):
+    """Returns a context in which the preflight estimates the run, on the host's CPU; what is not ready in time is not
+    known."""
+    accelerator = tpu.detect_accelerator() if setting.device_type == "tpu" else None
+    if not accelerator:
+        return nullcontext()
+    config = write_config(setting, "estimate", micro_steps=4)
+    return started_module(setting.preflight, f"--config={config}", f"--accelerator={accelerator}",
+                          "--programs=micro_step,update", f"--json={setting.folder / ESTIMATE}")
+
+
+# What a run survives
+
+
+def survival(setting):
+    """Whether a run that is told to stop resumes with the same bits, and a rank that is killed is named."""
+    steps = LONG_STEPS[setting.device_type]
+    long = small_flags(setting) | {"num_iterations": steps, "log_every": 1, "save_every": steps}
+    _, outcome = train(setting, "whole", **long)
+    with started(setting, "stopped", **long) as process:
+        wait_for_step(setting, "stopped", process)
+        process.terminate()
+        status = process.wait()
+    yield Finding("SIGTERM stops a run", status == STOPPED, f"status {status}", f"status {STOPPED}")
+    resumed, outcome_of_resumed = train(setting, "stopped", **long)
+    is_resumed = resumed and "resuming from" in read_log(setting, "stopped")
+    yield Finding("it resumes", bool(is_resumed), outcome_of_resumed, "it trains")
+    files, others = checkpoint_files(setting, "whole"), checkpoint_files(setting, "stopped")
+    different = [name for name in files if files[name] != others.get(name)]
+    yield Finding("with the same bits", bool(files) and not different, ", ".join(different) or outcome,
+                  "no file differs")
+    with started(setting, "killed", **long) as process:
+        wait_for_step(setting, "killed", process)
+        begun = time.monotonic()
+        for rank in rank_processes(process.pid)[-1:]:
+            os.kill(rank, signal.SIGKILL)
+        status = process.wait()
+    seconds = time.monotonic() - begun
+    named = re.search(r"rank [0-9, ]+ \(process [0-9]+\) was ended by SIGKILL", read_log(setting, "killed"))
+    yield Finding("a killed rank is named", status == 1 and bool(named) and seconds < NAMED_S, f"{seconds:.1f} s",
+                  f"{NAMED_S} s")
+    if setting.device_type == "tpu":
+        notice = metadata("preempted")
+        yield Finding("notice of preemption", notice in ("TRUE", "FALSE"), notice or "no answer", "FALSE")
+
+
+def wait_for_step(setting, name, process):
+    """Waits until the run has trained a step, or has ended."""
+    while process.poll() is None and "step 00001/" not in read_log(setting, name):
+        time.sleep(0.05)
+
+
+def rank_processes(pid):
+    """Returns the ids of the processes that a run's process has spawned as ranks."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [int(child) for child in children if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
+
+
+def checkpoint_files(setting, name):
+    """Returns {name: SHA-256} of the files in the newest checkpoint of a run that are equal in equal runs."""
+    path = on_disk.latest(run_directory(setting, name))
+    sums = on_disk.read_sums(path) if path else {}
+    return {file: digest for file, digest in sums.items() if file != on_disk.META}
+
+
+# The host
+
+
+def host(setting):
+    """Whether the host feeds the chips: tokenizing, copying, and uploading, if the run has a mirror in a bucket."""
+    path = setting.folder / "headers.parquet"
+    headers = sorted(Path(torch.__file__).parent.glob("include/**/*.h"))[:MOST_HEADERS]
+    pq.write_table(pa.table({"text": [header.read_text(errors="replace") for header in headers]}), path,
+                   row_group_size=64)
+    rate = setting.chips * loader_rate(setting.flags, path)  # each rank has a loader
+    try:
+        eaten = read_run(run_directory(setting, "4_micro_steps")).median("tokens_per_s")
+    except BadInput:  # it has not trained
+        eaten = 0
+    yield Finding("the loaders feed the chips", rate > eaten, f"{rate:,.0f} tokens/s", f"{eaten:,.0f} tokens/s")
+    prepare_xla_environment(setting.device_type)
+    device = compute_init(setting.device_type).device
+    torch.ones(1).to(device).cpu()  # starts the runtime
+    begun = time.monotonic()
+    torch.ones(COPIED_BYTES // 4).to(device)[:1].cpu()
+    gb_per_s = COPIED_BYTES / 1e9 / (time.monotonic() - begun)
+    yield Finding("copy to the device", gb_per_s > 0.1, f"{gb_per_s:.1f} GB/s", "0.1 GB/s")
+    mirror = setting.flags.record.checkpoint_mirror or ""
+    if mirror.startswith("gs://"):
+        yield try_bucket(path, f"{mirror.rstrip('/')}/tpu_check.parquet")
+
+
+def loader_rate(flags, path):
+    """Returns how many tokens a second a loader makes of the text in `path`."""
+    rows = Rows(flags.batch.device_batch_size, flags.model.max_seq_len or GPTConfig.max_seq_len)
+    with DataLoader(open_shards([path]), run_tokenizer(flags), rows) as loader:
+        next(loader)
+        begun = time.monotonic()
+        tokens = 0
+        while time.monotonic() - begun < LOADER_S:
+            tokens += next(loader).rows.numel()
+        return tokens / (time.monotonic() - begun)
+
+
+def try_bucket(path, url):
+    begun = time.monotonic()
+    try:
+        copy_files([(str(path), url)])
+        delete_file(url)
+    except (BadInput, Interruption) as error:
+        return Finding("upload to the bucket", False, anonymous(str(error)), "it takes a file")
+    mb_per_s = path.stat().st_size / 1e6 / (time.monotonic() - begun)
+    return Finding("upload to the bucket", True, f"{mb_per_s:.1f} MB/s")

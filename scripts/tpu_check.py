@@ -1,0 +1,192 @@
+"""Checks in ten minutes what of this program holds on a TPU, from the chips to a whole run, and what to do about the
+rest:
+
+    python3 -m scripts.tpu_check --depth=16 --device_batch_size=8
+
+It takes base_train's flags, and needs no data; with --checkpoint_mirror=gs://… it tries the bucket, too. Each check
+runs in a process of its own, with a limit. At the end it prints a table, and writes to --out_dir check.toml, flags with
+which a run works (base_train --config), and check.json, to attach to an issue: it has no names, keys or addresses.
+
+On a machine without a TPU it rehearses:
+
+    CPU_NUM_DEVICES=2 python3 -m scripts.tpu_check --device_type=xla --depth=1 --max_seq_len=128 --device_batch_size=1
+
+Exit status: 0 if all holds, 1 if something does not but a run is possible, 3 if none is, 2 for bad flags.
+"""
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from multiprocessing import get_context
+from pathlib import Path
+
+from nanochat.common import (
+    BadInput,
+    expand_path,
+    flag,
+    get_base_dir,
+    move_aside,
+    read_flags,
+    require_writable_dir,
+    run_script,
+    say,
+    work,
+)
+from nanochat.device import tpu
+from nanochat.device.ranks import resolve_device_type
+from nanochat.preflight import chip, chip_runs
+from nanochat.preflight.chip import Finding, Setting, anonymous
+from nanochat.preflight.measured import measurements
+from nanochat.run.hosts import this_host
+from nanochat.run.processes import begin_with_parent, expected_world_size
+from nanochat.train.flags import TITLES, Flags
+from nanochat.train.plan import make_plan
+from nanochat.train.start import run_tokenizer
+
+CHECKS = {"machine": chip.machine, "collectives": chip.collectives, "kernels": chip.kernels,
+          "training": chip_runs.training, "programs": chip_runs.programs, "survival": chip_runs.survival,
+          "host": chip_runs.host}
+LIMITS_S = {"machine": 60, "collectives": 120, "kernels": 240, "training": 240, "programs": 300, "survival": 240,
+            "host": 60}  # if all have ten minutes
+NEEDED = ("machine", "collectives")  # without which nothing else can run
+FREE_AGAIN_S = 20  # until the chips of a check that has ended must be free
+NO_RUN = 3
+
+
+@dataclass(frozen=True)
+class CheckFlags:
+    minutes: float = flag(10.0, "time for all checks; what does not fit is not reached", above=0, at_most=600)
+    out_dir: Path | None = flag(None, "in its folder check: check.toml, check.json, logs; default: the base directory",
+                                metavar="DIR", of=expand_path)
+
+
+def main(argv=None):
+    foreign = chip.foreign_variables()
+    own, *of_training = read_flags(argv, __doc__, {CheckFlags: "check", **TITLES})
+    flags = Flags(*of_training)
+    device_type = resolve_device_type(flags.devices.device_type)
+    if device_type not in ("tpu", "xla"):
+        raise BadInput(f"--device_type={flags.devices.device_type} means {device_type} here, and this checks TPUs: "
+                       "give --device_type=xla to rehearse on the CPU")
+    if this_host(device_type):
+        raise BadInput("this checks a TPU of one host, and the run has several: check a VM of one")
+    plan = make_plan(flags, run_tokenizer(flags).n_vocab, device_type, expected_world_size(device_type))
+    folder = require_writable_dir(own.out_dir or get_base_dir()) / "check"
+    move_aside(folder)
+    setting = Setting(flags, device_type, require_writable_dir(folder), foreign)
+    accelerator = tpu.detect_accelerator() if device_type == "tpu" else None
+    say(f"{len(CHECKS)} checks take at most {own.minutes:g} minutes{price(accelerator, own.minutes)}; logs are in "
+        f"{folder}")
+    found = check_all(setting, plan, own.minutes)
+    shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+    measured = accelerator and measurements(found, plan, accelerator)
+    return deliver(found, flags.replace(**instead_of(found, plan)), measured, folder)
+
+
+def price(accelerator, minutes):
+    """Returns ", 0.80 USD on demand in the dearest region", "" if no price is known."""
+    usd = tpu.usd_per_hour(accelerator, spot=False) if accelerator else None
+    return "" if usd is None else f", {usd * minutes / 60:.2f} USD on demand in the dearest region"
+
+
+def check_all(setting, plan, minutes):
+    """Runs all checks, one after the other, and prints a line as each ends. Returns {check: [Finding]}."""
+    deadline = time.monotonic() + 60 * minutes
+    found = {}
+    for name, check in CHECKS.items():
+        limit_s = min(LIMITS_S[name] * minutes / 10, deadline - time.monotonic())
+        if limit_s < 1 or "run" in broken(found):
+            found[name] = [Finding(name, False, "not reached")]
+            say(f"{name}: not reached")
+            continue
+        work.begin(f"checking {name}")
+        begun = time.monotonic()
+        flags = setting.flags.replace(**instead_of(found, plan))
+        found[name] = run_limited(name, check, replace(setting, flags=flags), limit_s)
+        failed = "; ".join(f"{each.what}: {each.figure}" for each in found[name] if not each.holds)
+        say(f"{name}: {f'NOT {failed}' if failed else 'holds'}, {time.monotonic() - begun:.0f} s")
+    return found
+
+
+def run_limited(name, check, setting, limit_s):
+    """Runs a check in a process of its own. Returns its Findings, with one more if it does not end well."""
+    process = get_context("spawn").Process(target=run_alone, args=(name, check, setting))
+    process.start()
+    try:
+        process.join(limit_s)
+        status = process.exitcode
+    finally:
+        process.kill()
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # its ranks, and the runs that it has started
+        process.join()
+    path = setting.folder / f"{name}.json"
+    found = [Finding(**json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
+    if status != 0:
+        words = (setting.folder / f"{name}.log").read_text(errors="replace").split()[-20:] if status else []
+        figure = f"status {status}: {' '.join(words)}" if status else f"hangs, ended after {limit_s:.0f} s"
+        found.append(Finding(f"{name} ends", False, anonymous(figure), f"within {limit_s:.0f} s",
+                             "run" if name in NEEDED else ""))
+    deadline = time.monotonic() + FREE_AGAIN_S
+    while (pids := chip.holders()) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    if pids:
+        found.append(Finding(f"the chips are free after {name}", False, f"{len(pids)} processes hold them", "0", "run"))
+    return found
+
+
+def run_alone(name, check, setting):
+    """As a process: runs a check, and writes each Finding to the check's file at once."""
+    begin_with_parent()
+    os.setsid()
+    log = os.open(setting.folder / f"{name}.log", os.O_WRONLY | os.O_CREAT)
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(log, stream.fileno())
+    with open(setting.folder / f"{name}.json", "w") as file:
+        for finding in check(setting):
+            print(json.dumps(asdict(finding)), file=file, flush=True)
+
+
+def broken(found):
+    """Returns what does not work: Finding.breaks of all that do not hold."""
+    return {each.breaks for findings in found.values() for each in findings if not each.holds}
+
+
+def instead_of(found, plan):
+    """Returns {flag: value} with which the run of a Plan works."""
+    parts = broken(found)
+    instead = {}
+    if plan.kernel in parts:
+        instead["kernel"] = next(name for name in ("flash", "chunked", "current") if name not in parts)
+    if plan.products in parts:
+        instead["products"] = "bfloat16"
+    return instead
+
+
+def deliver(found, flags, measured, folder):
+    """Prints the table, and writes check.json and check.toml, the Flags with which a run works. Returns the exit
+    status."""
+    say(f"\n{'check':<12} {'':<40} {'':<6} {'figure':<30} expected", keep="\n")
+    for name, findings in found.items():
+        for each in findings:
+            say(f"{name:<12} {each.what:<40} {'holds' if each.holds else 'NOT':<6} {each.figure:<30} {each.expected}")
+    is_possible = "run" not in broken(found)
+    report = {"version": 1, "date": time.strftime("%Y-%m-%d", time.gmtime()), "possible": is_possible,
+              "measured": measured,
+              "checks": {name: [asdict(each) for each in findings] for name, findings in found.items()}}
+    (folder / "check.json").write_text(json.dumps(report, indent=1))
+    if not is_possible:
+        say("no run is possible: the logs say why")
+        return NO_RUN
+    config = folder / "check.toml"
+    config.write_text(flags.as_toml())
+    say(f"a run works with base_train --config={config}")
+    return 1 if broken(found) else 0
+
+
+if __name__ == "__main__":
+    run_script(main)

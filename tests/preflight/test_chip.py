@@ -1,0 +1,188 @@
+"""The check of a chip: each of its checks is seen to fail. It runs on XLA's CPU devices."""
+import json
+import os
+import resource
+import socket
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from nanochat.device.tpu import parse_accelerator
+from nanochat.preflight import chip, chip_runs
+from nanochat.preflight.chip import Finding, Setting
+from nanochat.preflight.measured import measurements, read_measured
+from nanochat.train.flags import Flags, parse_flags
+from nanochat.train.plan import make_plan
+from scripts import tpu_check
+from tests.conftest import run_python
+from tests.preflight import faulty
+
+SMALL = ("--depth=1", "--model_dim=128", "--num_heads=1", "--max_seq_len=128", "--device_batch_size=2")
+
+
+@pytest.fixture
+def setting(tmp_path, byte_tokenizer_dir, monkeypatch):
+    monkeypatch.setenv("CPU_NUM_DEVICES", "2")
+    return Setting(parse_flags([f"--tokenizer_dir={byte_tokenizer_dir}", *SMALL]), "xla", tmp_path)
+
+
+def failed(findings):
+    return {each.what: each for each in findings if not each.holds}
+
+
+# The machine
+
+
+def test_a_full_disk_is_named(setting):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000_000, limits[1]))
+    try:
+        found = failed(chip.machine(setting))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert found["free disk"].breaks == "run" and "large" in found["free disk"].figure
+    assert "free disk" not in failed(chip.machine(setting))
+
+
+def test_a_foreign_variable_is_named_and_what_the_program_sets_is_none(byte_tokenizer_dir):
+    """A plan for a TPU imports jax, which sets variables. Of those, the check must know nothing."""
+    program = """
+from unittest import mock
+from scripts import tpu_check
+
+with (mock.patch.object(tpu_check, "resolve_device_type", return_value="tpu"),
+      mock.patch.object(tpu_check, "check_all", side_effect=lambda setting, *_: print(setting.foreign) or {})):
+    tpu_check.main()
+"""
+    of_tests = {name: "" for name in ("XLA_FLAGS", "PJRT_DYNAMIC_PLUGINS", "TPU_LIBRARY_PATH")}
+    process = run_python("-c", program, *SMALL, f"--tokenizer_dir={byte_tokenizer_dir}", **of_tests,
+                         TPU_ACCELERATOR_TYPE="v5litepod-8", PJRT_CPU_ASYNC_CLIENT="1")
+    assert "\n('PJRT_CPU_ASYNC_CLIENT',)\n" in process.stdout, process.stderr
+
+
+@pytest.mark.parametrize("name, by_pci, by_torch_xla, agree", [
+    ("v5litepod-8", 8, 8, True), ("v5litepod-8", 8, 4, False), ("v6e-4", 4, 4, True), ("v4-8", 4, 4, True),
+    ("v5litepod-1", 8, 8, False), ("v5litepod-4", 0, 0, False)])
+def test_all_that_count_the_chips_must_agree(name, by_pci, by_torch_xla, agree, monkeypatch):
+    monkeypatch.setenv("TPU_ACCELERATOR_TYPE", name)
+    monkeypatch.setattr(chip, "count_tpu_chips", lambda: by_pci)
+    monkeypatch.setattr("torch_xla._internal.tpu.num_available_chips", lambda: by_torch_xla)
+    (found,) = chip.chips_of_all_sources()
+    assert found.holds == agree and found.breaks == "run" and str(by_pci) in found.figure
+
+
+def test_another_process_that_holds_a_chip_is_seen(tmp_path):
+    for pid, held in ((7, "/dev/vfio/0"), (8, "/dev/vfio/vfio"), (9, "/dev/null"), (os.getpid(), "/dev/accel0")):
+        (tmp_path / str(pid) / "fd").mkdir(parents=True)
+        (tmp_path / str(pid) / "fd" / "3").symlink_to(held)
+    assert chip.holders(proc=tmp_path) == {7}
+
+
+def test_another_version_is_named(setting, monkeypatch):
+    monkeypatch.setattr("importlib.metadata.version", lambda package: "0.0.30" if package == "libtpu" else "2.9.1+cpu")
+    found = failed(chip.versions(setting))
+    assert found["libtpu"].figure == "0.0.30" and found["libtpu"].expected == "0.0.21" and "torch" not in found
+
+
+# Checks in processes of their own
+
+
+def test_a_collective_that_drops_a_rank_is_named(setting):
+    found = tpu_check.run_limited("collectives", faulty.dropping_collectives, setting, 600)
+    assert failed(found)["all-reduce"].breaks == "run"
+    assert "reduce-scatter" not in failed(found) and len(found) > 5
+
+
+def test_a_rank_that_hangs_is_ended_and_named(setting):
+    found = failed(tpu_check.run_limited("collectives", faulty.hanging_collectives, setting, 30))
+    assert found["collectives ends"].breaks == "run" and "hangs" in found["collectives ends"].figure
+
+
+def test_a_kernel_with_a_wrong_sign_does_not_hold(setting):
+    found = tpu_check.run_limited("kernels", faulty.kernels_with_wrong_sign, setting, 600)
+    assert failed(found).keys() == {"flash, short rows, bfloat16", "flash, short rows, int8"} and len(found) == 5
+    wrong = failed(found)["flash, short rows, bfloat16"]
+    assert wrong.breaks == "flash" and "attn_q" in wrong.figure
+
+
+@pytest.mark.parametrize("check, is_slow", [(faulty.quick_host, False), (faulty.slow_host, True)])
+def test_a_loader_that_is_slower_than_the_chips_is_named(check, is_slow, setting):
+    directory = chip_runs.run_directory(setting, "4_micro_steps")
+    directory.mkdir(parents=True)  # slow: 2 ranks, 2 rows of 129 tokens in a tenth of a second
+    record = {"step": 20, "time": 0, "tokens_per_s": 12_000 if is_slow else 1000}
+    (directory / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+    loader, copy = tpu_check.run_limited("host", check, setting, 600)
+    assert loader.what == "the loaders feed the chips" and loader.holds != is_slow and "copy" in copy.what
+
+
+# Runs
+
+
+@pytest.mark.parametrize("fault, what", [("", None), ("flash", "flash trains"), ("recompiles", "it compiles once")])
+def test_a_run_that_differs_or_compiles_again_is_named(fault, what, setting, monkeypatch):
+    monkeypatch.setenv("QUICK_FAULT", fault)
+    setting = replace(setting, trainer="tests.preflight.quick_trainer")
+    found = tpu_check.run_limited("training", chip_runs.training, setting, 600)
+    found += tpu_check.run_limited("programs", chip_runs.programs, setting, 600)
+    assert list(failed(found)) == ([what] if what else [])
+    figures = {each.what: each.figure for each in found}
+    assert figures["micro_step"] == "30.0 ms" and figures["update"] == "20.0 ms"
+
+
+def test_what_a_chip_takes_longer_than_estimated_becomes_the_factors_of_the_preflight(setting, monkeypatch):
+    pytest.importorskip("libtpu")
+    monkeypatch.setenv("TPU_ACCELERATOR_TYPE", "v5litepod-8")
+    setting = replace(setting, device_type="tpu", trainer="tests.preflight.quick_trainer",
+                      preflight="tests.preflight.quick_preflight")
+    found = {"programs": list(chip_runs.programs(setting))}
+    plan = make_plan(setting.flags, 265, "tpu", 8)
+    path = setting.folder / "check.json"
+    tpu_check.deliver(found, setting.flags, measurements(found, plan, "v5litepod-8"), setting.folder)
+    _, factors = read_measured(path, plan, parse_accelerator("v5litepod-4"))
+    assert factors == pytest.approx({"micro_step": 1.1, "update": 0.8, "memory": 9 / 8})
+
+
+@pytest.mark.slow
+def test_a_resume_that_lost_a_byte_is_named(setting):
+    setting = replace(setting, trainer="tests.preflight.losing_trainer")
+    found = failed(tpu_check.run_limited("survival", chip_runs.survival, setting, 600))
+    assert list(found) == ["with the same bits"] and "model" in found["with the same bits"].figure, found
+
+
+# What it says at the end
+
+
+@pytest.mark.parametrize("broken, status, instead", [
+    ((), 0, {}), (("",), 1, {}), (("flash",), 1, {"kernel": "chunked"}), (("chunked",), 1, {}),
+    (("flash", "chunked", "int8"), 1, {"kernel": "current", "products": "bfloat16"}), (("run",), 3, None)])
+def test_the_status_and_the_flags_with_which_a_run_works(broken, status, instead, tmp_path):
+    found = {"kernels": [Finding(f"part {part}", False, breaks=part) for part in broken]}
+    asked = Flags().replace(depth=3, kernel="flash", products="int8")
+    flags = asked.replace(**tpu_check.instead_of(found, SimpleNamespace(kernel="flash", products="int8")))
+    assert tpu_check.deliver(found, flags, None, tmp_path) == status
+    report = (tmp_path / "check.json").read_text()
+    assert json.loads(report)["possible"] == (status != 3) and len(report) < 64_000
+    config = tmp_path / "check.toml"
+    assert config.exists() == (status != 3)
+    assert status == 3 or parse_flags([f"--config={config}"]) == asked.replace(**instead)
+
+
+def test_a_message_has_no_names_addresses_or_keys():
+    host = socket.gethostname()
+    text = chip.anonymous(f"error: /home/ann/x.py by ann@host.example at 10.0.0.7:80, t1v-n-0a1b2c3d-w-0x and {host}: "
+                          "wandb0123456789abcdef RESOURCE_EXHAUSTED: 3 MiB")
+    assert "RESOURCE_EXHAUSTED: 3 MiB" in text and "error:" in text
+    assert not [word for word in ("ann", "10.0", "t1v", "0123", host) if word in text]
+
+
+@pytest.mark.slow
+def test_the_whole_check_holds_on_two_devices_of_a_cpu(tmp_path, byte_tokenizer_dir):
+    process = run_python("-m", "scripts.tpu_check", "--device_type=xla", *SMALL, "--minutes=60",
+                         f"--tokenizer_dir={byte_tokenizer_dir}", f"--out_dir={tmp_path}", devices=2)
+    text = (tmp_path / "check" / "check.json").read_text()
+    report = json.loads(text)
+    assert [each["what"] for findings in report["checks"].values() for each in findings
+            if not each["holds"]] == ["no foreign variables"], process.stdout  # XLA_FLAGS, of these tests
+    assert process.returncode == 1 and report["checks"].keys() == tpu_check.CHECKS.keys() and len(text) < 64_000
+    assert not [name for name in (socket.gethostname(), str(tmp_path)) if name in text]
