@@ -52,7 +52,6 @@ CHECKS = {"machine": chip.machine, "collectives": chip.collectives, "kernels": c
           "host": chip_runs.host}
 LIMITS_S = {"machine": 60, "collectives": 120, "kernels": 240, "training": 240, "programs": 300, "survival": 240,
             "host": 60}  # if all have ten minutes
-NEEDED = ("machine", "collectives")  # without which nothing else can run
 FREE_AGAIN_S = 20  # until the chips of a check that has ended must be free
 NO_RUN = 3
 
@@ -130,7 +129,7 @@ def run_limited(name, check, setting, limit_s):
         words = (setting.folder / f"{name}.log").read_text(errors="replace").split()[-20:] if status else []
         figure = f"status {status}: {' '.join(words)}" if status else f"hangs, ended after {limit_s:.0f} s"
         found.append(Finding(f"{name} ends", False, anonymous(figure), f"within {limit_s:.0f} s",
-                             "run" if name in NEEDED else ""))
+                             "run" if name in ("machine", "collectives") else ""))
     deadline = time.monotonic() + FREE_AGAIN_S
     while (pids := chip.holders()) and time.monotonic() < deadline:
         time.sleep(0.2)

@@ -3,6 +3,7 @@ others, which train.
 
 A check is a function of a Setting that yields Findings. It runs in a process of its own, because each starts a runtime.
 """
+import glob
 import json
 import math
 import os
@@ -124,13 +125,13 @@ def chips_of_all_sources():
 def holders(dev="/dev", proc="/proc"):
     """Returns the ids of the other processes that have a chip open, as far as this user may see them."""
     found = set()
-    for link in Path(proc).glob("[0-9]*/fd/*"):
+    for link in glob.glob(f"{proc}/[0-9]*/fd/*"):  # Path.glob fails if a process ends meanwhile
         try:
             held = os.readlink(link)
         except OSError:  # it has ended, or is somebody else's
             continue
         if re.fullmatch(rf"{dev}/(accel|vfio/)[0-9]+", held):
-            found.add(int(link.parts[-3]))
+            found.add(int(link.split("/")[-3]))
     return found - {os.getpid()}
 
 
