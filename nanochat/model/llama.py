@@ -171,14 +171,15 @@ class LlamaConfig:
         rate_horizon: 0 if the run began with trained weights (StartFlags)."""
         lr = optimizer.lr_scale * (FRESH_LR if rate_horizon else BEGUN_LR)
         adam = {weight.name: AdamW(lr, WEIGHT_DECAY if weight.is_divided else 0.0) for weight in WEIGHTS}
-        return Rules(adam, lr, 0.0, optimizer, num_iterations, BETAS, earlier_steps=earlier_steps)
+        return Rules(adam, lr, 0.0, optimizer, num_iterations, BETAS, earlier_steps=earlier_steps,
+                     clip_norm=optimizer.clip_norm)
 
     def require_flags(self, flags):
         """Raises BadInput for flags, train.flags.Flags, that this family does not have."""
         refused = {"products": "bfloat16", "seq_len_ramp": ""}
-        schedule = ("lr_scale", "warmup_steps", "warmdown_ratio", "final_lr_frac")
+        kept = ("lr_scale", "clip_norm", "warmup_steps", "warmdown_ratio", "final_lr_frac")
         for each in fields(OptimConfig):
-            if each.name not in schedule:
+            if each.name not in kept:
                 refused[each.name] = each.default
         given = flags.as_dict()
         for name, default in refused.items():

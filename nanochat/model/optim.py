@@ -215,6 +215,9 @@ class MuonAdamW:
         """
         gradients = self._sum_over_ranks(sums)
         measured = {**sums, "grad_norm": self._norm(gradients)}
+        if self.rules.clip_norm > 0:
+            scale = (self.rules.clip_norm / measured["grad_norm"]).clamp(max=1)
+            gradients = {name: scale * gradient for name, gradient in gradients.items()}
         values = torch.stack(list(measured.values()))
         is_good = values.isfinite().all()  # the same on every rank, because the numbers are
         new_weights = {}  # of weights with a separate master

@@ -28,6 +28,8 @@ class OptimConfig:
                             "scales get a hundredth", at_least=0)
     lr_scale: float = flag(1.0, "multiplies all learning rates", above=0)
     weight_decay: float = flag(4.0, "over the run, matrices shrink by exp(-weight_decay) at most", at_least=0)
+    clip_norm: float = flag(-1.0, "scale the gradients down to this norm of all together; -1: never; "
+                            "docs/training.md#learning-rates", above=0, unset=-1)
     warmup_steps: int = flag(-1, f"steps in which learning rates rise; -1: {WARMUP_STEPS}, at most a fifth of the run",
                              at_least=0, unset=-1)
     warmdown_ratio: float = flag(0.5, "fraction of the run in which learning rates fall", at_least=0, at_most=1)
@@ -119,6 +121,7 @@ class Rules:
     average_decay: float = 0.0  # of a running average of the weights; 0: none
     matrix_dtype: torch.dtype = torch.float32  # in which Muon orthogonalises
     earlier_steps: int = 0  # of the optimizer's state, before the first step of the run
+    clip_norm: float = -1.0  # of all gradients together; -1: none
 
     def lr_multiplier(self, step):
         """Returns the factor of all learning rates at `step`."""
@@ -147,4 +150,5 @@ def gpt_rules(config, total_batch_size, num_iterations, width, matrix_dtype=torc
             scale_here = scale * width_lr_scale(width)
         adam[weight.name] = AdamW(base * rate.factor * scale_here)
     decay = decay_rate(config.weight_decay, matrix_lr, horizon)
-    return Rules(adam, matrix_lr, decay, config, num_iterations, matrix_dtype=matrix_dtype, earlier_steps=earlier_steps)
+    return Rules(adam, matrix_lr, decay, config, num_iterations, matrix_dtype=matrix_dtype, earlier_steps=earlier_steps,
+                 clip_norm=config.clip_norm)

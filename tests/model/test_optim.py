@@ -213,15 +213,40 @@ def test_the_state_for_a_checkpoint_stays_as_it_was():
     assert not torch.equal(model.wte, state[0]["wte"])
 
 
-def test_a_step_that_is_not_good_changes_nothing():
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("clip_norm", [-1.0, 1.0])
+def test_a_step_that_is_not_good_changes_nothing(clip_norm, value):
     model = tiny_model()
-    optimizer = make_optimizer(model, 2**19, 60)
+    optimizer = make_optimizer(model, 2**19, 60, clip_norm=clip_norm)
     before = [tensor.clone() for tensor in (*model.parameters(), *optimizer.state.values())]
-    model.wte.main_grad[0, 0] = math.nan
+    model.wte.main_grad[0, 0] = value
     optimizer.update(optimizer.scheduled(0), {"loss": torch.zeros(())})
     for expected, found in zip(before, (*model.parameters(), *optimizer.state.values()), strict=True):
         assert torch.equal(expected, found)
     assert all(p.main_grad.abs().max() == 0 for p in model.parameters())
+
+
+def test_gradients_above_clip_norm_are_scaled_down_to_it():
+    def after(*factors, clip_norm):
+        model = tiny_model()
+        optimizer = make_optimizer(model, 2**19, 60, clip_norm=clip_norm)
+        random = torch.Generator().manual_seed(1)
+        for step, factor in enumerate(factors):
+            for p in model.parameters():
+                p.main_grad += factor * torch.randn(p.shape, generator=random)
+            measured = optimizer.update(optimizer.scheduled(step), {"loss": torch.zeros(())})
+        return list(model.parameters()), measured.fetch()["grad_norm"]
+
+    whole, norm = after(0.01, 1, clip_norm=-1.0)
+    below, _ = after(0.01, 1, clip_norm=2 * norm)
+    clipped, logged = after(0.01, 1, clip_norm=norm / 8)
+    scaled, _ = after(0.01, 1 / 8, clip_norm=-1.0)
+    assert logged == norm
+    for one, other in zip(whole, below, strict=True):
+        assert torch.equal(one, other)
+    for one, other in zip(clipped, scaled, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+    assert any(not torch.allclose(one, other, rtol=1e-3) for one, other in zip(whole, clipped, strict=True))
 
 
 def test_a_changing_learning_rate_compiles_nothing_on_xla():

@@ -37,6 +37,16 @@ def test_several_devices_give_the_losses_of_one(reference, devices, model):
 
 
 @BOTH_MODELS
+def test_gradients_are_clipped_on_two_devices_as_on_one(reference, model):
+    slowly = *model, "--warmup_steps=6"
+    clip = "--clip_norm=2.4" if model else "--clip_norm=1.45"  # the norms of some of the steps are higher
+    free, one = reference(*slowly), reference(*slowly, clip)
+    two = reference(*slowly, clip, devices=2)
+    assert two.losses == pytest.approx(one.losses, rel=2e-6)
+    assert one.losses != pytest.approx(free.losses, rel=2e-6)
+
+
+@BOTH_MODELS
 def test_a_run_that_is_stopped_and_resumed_gives_the_same_bits(train, reference, model):
     whole = reference(*model, devices=2)
     # The schedule depends on the horizon, so the first part is the same run with its checkpoints, cut off after step 4.
