@@ -9,6 +9,7 @@ from statistics import fmean
 import numpy as np
 import torch
 
+from nanochat.common import SILENCE_S
 from nanochat.device import tpu
 from nanochat.device.programs import compilations, compile_seconds
 from nanochat.device.ranks import print0
@@ -59,8 +60,11 @@ class StepLog:
         self._training = training
         self._nonfinite = nonfinite
         self._first_step = first_step
+        self._last_step = first_step  # whose result is written
         self._waiting = []  # (Measured, rows) of each step
         self._begun_at = time.monotonic()
+        self._num_recorded = 0  # of those that wait
+        self._recorded_at = self._begun_at
         self.wandb_id = None  # of the run, for the checkpoint; on rank 0
         self._logger = None
         if dist.rank == 0:
@@ -88,6 +92,17 @@ class StepLog:
         """Adds a step. measured: the result of TrainingStep.run, on the device; rows: a list of tensors, this rank's
         micro-batches."""
         self._waiting.append((measured, rows))
+        if self._logger and time.monotonic() - self._recorded_at > SILENCE_S:
+            self._catch_up()
+
+    # As often as the console has a line in a long silence. It leaves out the newest step, so the device has work while
+    # the host waits for the results of those before.
+    def _catch_up(self):
+        """Records the losses of the waiting steps but the newest."""
+        for measured, _ in self._waiting[self._num_recorded:-1]:
+            self._num_recorded += 1
+            self._logger.log(self._last_step + self._num_recorded, {"loss": measured.fetch()["loss"]}, quiet=True)
+        self._recorded_at = time.monotonic()
 
     def write(self, step, goodput, batches, interruptions, mirror_behind_s=None):
         """Fetches the results of the steps since the last line, which waits for the device, and logs them.
@@ -98,14 +113,14 @@ class StepLog:
         if not self._waiting:
             return None
         with goodput.span("train"):
-            # Only here does the training loop wait for the device. All steps of a line are fetched together: a fetch
-            # after each step would leave the chip idle while the host traces and dispatches the next.
+            # Here and in _catch_up alone does the training loop wait for the device. All steps of a line are fetched
+            # together: a fetch after each step would leave the chip idle while the host traces and dispatches the next.
             results = [measured.fetch() for measured, _ in self._waiting]
         first = step - len(results) + 1
         self._count_nonfinite(first, results)
         elapsed_s = time.monotonic() - self._begun_at
         if self._logger:
-            for number, result in enumerate(results[:-1], first):
+            for number, result in enumerate(results[self._num_recorded:-1], first + self._num_recorded):
                 self._logger.log(number, {"loss": result["loss"]}, quiet=True)
             record = summarise(results, averaged=self._training.sums)
             record |= self._speed(first, step, elapsed_s)
@@ -115,6 +130,7 @@ class StepLog:
             self._logger.log(step, record)
             if first == self._first_step + 1 and self._dist.is_xla:
                 print0(f"compiled {compilations()} programs in {compile_seconds():.1f} s")
+        self._last_step, self._num_recorded, self._recorded_at = step, 0, time.monotonic()
         return elapsed_s / len(results)
 
     def _count_nonfinite(self, first, results):

@@ -15,6 +15,7 @@ from nanochat.model.rates import OptimConfig, Rules
 from nanochat.record.goodput import Goodput
 from nanochat.record.metrics import METRICS_FILE
 from nanochat.record.observe import Observer
+from nanochat.train import step_log
 from nanochat.train.flags import FlagGroups, RunFlags
 from nanochat.train.step_log import NonfiniteSteps, StepLog, mean_of_finite, summarise
 
@@ -72,6 +73,22 @@ def test_every_result_is_in_the_file_by_its_name_and_the_console_shows_only_what
     assert last["time_left_s"] == pytest.approx(8 * last["step_ms"] / 1000)
     line = capsys.readouterr().out
     assert "loss 3.0000" in line and "8.0" not in line and "head" not in line
+
+
+def test_in_a_long_silence_the_file_gets_the_losses_of_all_steps_but_the_newest_once(tmp_path, monkeypatch):
+    log = make_log(tmp_path)
+    for loss in (4.0, 3.0, 2.0):
+        add(log, loss, 0.5, 1.0, 7.0)
+    assert not records(tmp_path)
+    monkeypatch.setattr(step_log, "SILENCE_S", -1)
+    add(log, 1.0, 1.0, 1.0, 7.0)
+    assert [(record["step"], record["loss"]) for record in records(tmp_path)] == [(1, 4.0), (2, 3.0), (3, 2.0)]
+    log.write(4, Goodput(), BATCHES, 0)
+    for loss in (0.5, 0.25):
+        add(log, loss, 1.0, 1.0, 7.0)
+    assert [(record["step"], record["loss"]) for record in records(tmp_path)[3:]] == [(4, 1.0), (5, 0.5)]
+    log.write(6, Goodput(), BATCHES, 0)
+    assert [record["step"] for record in records(tmp_path)] == [1, 2, 3, 4, 5, 6]
 
 
 @pytest.mark.parametrize("run, mode", [("dummy", "offline"), ("mine", "disabled")])
