@@ -1,4 +1,4 @@
-"""The metrics of a run, which rank 0 writes to metrics.jsonl, to the console and to WandB.
+"""The metrics of a run, which rank 0 writes to metrics.jsonl, to the console, to WandB and for TensorBoard.
 
 metrics.jsonl has one JSON object per line, with `step` (optimizer steps completed), `time` (Unix time, s), metrics of
 CONSOLE (below) and
@@ -22,18 +22,18 @@ from nanochat.common import is_disk_full, move_aside, say, written_whole
 
 METRICS_FILE = "metrics.jsonl"
 MIRROR_BEHIND_S = 60  # the console line shows a mirror that is further behind
-WANDB_QUEUE_RECORDS = 1000
+QUEUE_RECORDS = 1000  # that wait for a reader
 WANDB_TIMEOUT_S = 60
 
 
 class MetricsLogger:
-    """Writes the records of a run; rank 0 only. It waits for the disk's cache at most, and never for WandB."""
+    """Writes the records of a run; rank 0 only. It waits for the disk's cache at most, and never for a Reader."""
 
-    def __init__(self, run_dir, *, resume_step=None, total_steps=None, wandb=None, console=say, of_task=None):
+    def __init__(self, run_dir, *, resume_step=None, total_steps=None, readers=(), console=say, of_task=None):
         """
         resume_step: the step of the checkpoint from which the run resumes; later records are deleted from the file.
             None means a new run: the file of an older run becomes metrics.jsonl.aside.
-        wandb: a WandbLog. console: called with each line and each warning.
+        readers: Readers. console: called with each line and each warning.
         of_task: {metric: its format on the console} of the metrics that only this task has.
         """
         self.path = Path(run_dir) / METRICS_FILE
@@ -41,7 +41,7 @@ class MetricsLogger:
         self._resume_step = resume_step
         self._console = console
         self._of_task = of_task
-        self._wandb = wandb
+        self._readers = readers
         self._names_at_resume = _rewind(self.path, resume_step, console)
         # Unbuffered: the kernel holds a logged record, which survives a kill of this process.
         self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -72,8 +72,8 @@ class MetricsLogger:
             self._is_disk_full = True
         if not quiet:
             self._console(format_line(whole, self._total_steps, self._of_task))
-        if self._wandb:
-            self._wandb.log(whole)
+        for reader in self._readers:
+            reader.log(whole)
 
     def flush(self):
         """Writes the records that wait in memory. Raises OSError if the disk is full."""
@@ -84,11 +84,11 @@ class MetricsLogger:
             self._is_disk_full = False
 
     def close(self, timeout_s=WANDB_TIMEOUT_S):
-        """Closes the file, and waits at most `timeout_s` seconds until WandB has all records."""
+        """Closes the file, and waits at most `timeout_s` seconds until each reader has all records."""
         self.flush()
         os.close(self._file)
-        if self._wandb:
-            self._wandb.finish(timeout_s)
+        for reader in self._readers:
+            reader.finish(timeout_s)
 
 
 def parse_record(line):
@@ -131,16 +131,17 @@ def _rewind(path, resume_step, console):
     return names
 
 
-# WandB is one more reader of the records that never stops or delays a run: a bounded queue feeds a daemon
+# WandB and TensorBoard are more readers of the records that never stop or delay a run: a bounded queue feeds a daemon
 # thread, a full queue drops records, and all failures together are one warning.
-class WandbLog:
-    """Sends records to WandB in the background."""
+class Reader:
+    """Hands records to a library in the background."""
 
-    def __init__(self, **init_arguments):
-        """init_arguments: those of wandb.init."""
-        self._queue = queue.Queue(WANDB_QUEUE_RECORDS)
+    def __init__(self, name, read, **arguments):
+        """name: the library's. read: called in a thread of its own, with an iterator of the records and `arguments`."""
+        self._name = name
+        self._queue = queue.Queue(QUEUE_RECORDS)
         self._warned = False
-        self._thread = threading.Thread(target=self._work, args=(init_arguments,), name="wandb", daemon=True)
+        self._thread = threading.Thread(target=self._work, args=(read, arguments), name=name, daemon=True)
         self._thread.start()
 
     def log(self, record):
@@ -152,38 +153,62 @@ class WandbLog:
             self._warn("does not keep up: it lacks some records")
 
     def finish(self, timeout_s):
-        """Waits until WandB has all queued records, for at most `timeout_s` seconds."""
+        """Waits until the library has all queued records, for at most `timeout_s` seconds."""
         self.log(None)  # ends the thread; a full queue drops it, and the wait times out
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             self._warn(f"did not finish within {timeout_s} s")
 
-    def _work(self, init_arguments):
+    def _work(self, read, arguments):
         try:
-            import wandb
-            # By default WandB would wait on the console for a login, and a silent server would keep the process alive.
-            settings = wandb.Settings(console="off", silent=True, login_timeout=1, init_timeout=WANDB_TIMEOUT_S,
-                                      finish_timeout=WANDB_TIMEOUT_S)
-            run = wandb.init(resume="allow", settings=settings, **init_arguments)
-            # The step is a metric like others. WandB's own counter never goes back: after a resume it would drop the
-            # steps between the checkpoint and the end of the process before.
-            run.define_metric("*", step_metric="step")
-            while (record := self._queue.get()) is not None:
-                run.log(record)
-            run.finish()
-            if run.offline:  # each process writes a folder; one that is uploaded alone replaces those before
-                folders = f"'{run.settings.wandb_dir}'/offline-run-*-{run.id}"
-                say(f"WandB is offline: wandb sync --id={run.id} {folders} uploads the run")
+            read(iter(self._queue.get, None), **arguments)
         except BaseException as error:  # wandb raises KeyboardInterrupt and SystemExit, too
-            if "No API key" in str(error):
-                return say("WandB gets no records: nobody has logged in here (wandb login). metrics.jsonl "
-                           "has every record.")
             self._warn(f"failed ({type(error).__name__}: {' '.join(str(error).split())})")
 
     def _warn(self, problem):
         if not self._warned:
             self._warned = True
-            say(f"warning: WandB {problem}. The run continues; metrics.jsonl has every record.")
+            say(f"warning: {self._name} {problem}. The run continues; metrics.jsonl has every record.")
+
+
+def send_to_wandb(records, **init_arguments):
+    """Sends the records to WandB. init_arguments: those of wandb.init."""
+    import wandb
+    # By default WandB would wait on the console for a login, and a silent server would keep the process alive.
+    settings = wandb.Settings(console="off", silent=True, login_timeout=1, init_timeout=WANDB_TIMEOUT_S,
+                              finish_timeout=WANDB_TIMEOUT_S)
+    try:
+        run = wandb.init(resume="allow", settings=settings, **init_arguments)
+    except BaseException as error:
+        if "No API key" in str(error):
+            return say("WandB gets no records: nobody has logged in here (wandb login). metrics.jsonl "
+                       "has every record.")
+        raise
+    # The step is a metric like others. WandB's own counter never goes back: after a resume it would drop the steps
+    # between the checkpoint and the end of the process before.
+    run.define_metric("*", step_metric="step")
+    for record in records:
+        run.log(record)
+    run.finish()
+    if run.offline:  # each process writes a folder; one that is uploaded alone replaces those before
+        folders = f"'{run.settings.wandb_dir}'/offline-run-*-{run.id}"
+        say(f"WandB is offline: wandb sync --id={run.id} {folders} uploads the run")
+
+
+def write_for_tensorboard(records, directory, resume_step):
+    """Writes the numbers of the records to event files in `directory`. resume_step: see MetricsLogger."""
+    from torch.utils.tensorboard import SummaryWriter
+    purge_step = None
+    if resume_step is None:
+        move_aside(directory)
+    else:
+        purge_step = resume_step + 1  # TensorBoard forgets this step and those after it
+    with SummaryWriter(directory, purge_step=purge_step) as writer:
+        for record in records:
+            for name, value in record.items():
+                if name not in ("step", "time") and isinstance(value, (int, float)):
+                    writer.add_scalar(name, value, record["step"], walltime=record["time"])
+            writer.flush()  # a kill loses no step that a checkpoint has
 
 
 def format_line(record, total_steps=None, of_task=None):

@@ -3,6 +3,7 @@ import math
 import os
 import secrets
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
 
@@ -15,7 +16,7 @@ from nanochat.device.programs import compilations, compile_seconds
 from nanochat.device.ranks import print0
 from nanochat.model.weights import mfu
 from nanochat.record.alerts import alert
-from nanochat.record.metrics import MetricsLogger, WandbLog
+from nanochat.record.metrics import MetricsLogger, Reader, send_to_wandb, write_for_tensorboard
 
 
 def mean_of_finite(values):
@@ -49,7 +50,7 @@ MAX_BAD_STEPS = 10  # non-finite ones in a row, after which a run ends
 
 
 class StepLog:
-    """The steps of a rank since the last console line; on rank 0 also metrics.jsonl, the console and WandB."""
+    """The steps of a rank since the last console line; on rank 0 also metrics.jsonl, the console and the readers."""
 
     def __init__(self, run, dist, training, nonfinite, first_step, meta=None):
         """training: the TrainingStep; nonfinite: NonfiniteSteps; first_step: where this process begins; meta: the Meta
@@ -69,18 +70,28 @@ class StepLog:
         self._logger = None
         if dist.rank == 0:
             self.wandb_id = (meta and meta.wandb_id) or secrets.token_hex(4)
+            resume_step = meta.step if meta else None
             self._logger = MetricsLogger(
-                run.directory, resume_step=meta.step if meta else None, total_steps=self._plan.num_iterations,
-                wandb=self._open_wandb(run), of_task=run.task.console)
+                run.directory, resume_step=resume_step, total_steps=self._plan.num_iterations,
+                readers=self._open_readers(run, resume_step), of_task=run.task.console)
+
+    def _open_readers(self, run, resume_step):
+        if run.flags.run.run == "dummy":
+            return []
+        readers = []
+        if find_spec("tensorboard"):
+            readers.append(Reader("TensorBoard", write_for_tensorboard, directory=run.directory / "tensorboard",
+                                  resume_step=resume_step))
+        if os.environ.get("WANDB_MODE") != "disabled":
+            readers.append(self._open_wandb(run))
+        return readers
 
     def _open_wandb(self, run):
         flags = run.flags.run
-        if flags.run == "dummy" or os.environ.get("WANDB_MODE") == "disabled":
-            return None
         mesh = self._training.optimizer.mesh.as_dict()  # the flags lack it if the environment or "auto" chose it
         project = os.environ.get("WANDB_PROJECT") or "nanochat"
-        return WandbLog(project=project, name=flags.run, id=self.wandb_id, dir=str(run.directory),
-                        config=run.flags.as_dict() | {"mesh": mesh})
+        return Reader("WandB", send_to_wandb, project=project, name=flags.run, id=self.wandb_id,
+                      dir=str(run.directory), config=run.flags.as_dict() | {"mesh": mesh})
 
     def begin_step(self):
         """Says that a step begins. The first one after a console line begins the time of the next line."""

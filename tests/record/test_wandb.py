@@ -11,11 +11,12 @@ WANDB_RUN = """
 import sys
 from nanochat.record import metrics
 metrics.WANDB_TIMEOUT_S = 2
-wandb = metrics.WandbLog(id="abcd1234", name="trial", project="nanochat", config={"depth": 4}, dir=sys.argv[1])
-logger = metrics.MetricsLogger(sys.argv[1], wandb=wandb)
+wandb = metrics.Reader("WandB", metrics.send_to_wandb, id="abcd1234", project="nanochat", config={"depth": 4},
+                       dir=sys.argv[1])
+logger = metrics.MetricsLogger(sys.argv[1], readers=[wandb])
 for step in range(1, 101):
     logger.log(step, {"loss": 1 / step})
-print(f"{logger._wandb._queue.qsize()} records wait for WandB")
+print(f"{wandb._queue.qsize()} records wait for WandB")
 logger.close()
 """
 
@@ -45,8 +46,8 @@ def test_wandb_offline_receives_the_run_under_its_id(tmp_path):
 def test_wandb_takes_steps_that_it_has_already_after_a_resume(tmp_path):
     code = """
 import sys
-from nanochat.record.metrics import WandbLog
-wandb = WandbLog(id="abcd1234", name="trial", project="nanochat", dir=sys.argv[1])
+from nanochat.record.metrics import Reader, send_to_wandb
+wandb = Reader("WandB", send_to_wandb, id="abcd1234", project="nanochat", dir=sys.argv[1])
 for number, step in enumerate((1, 2, 3, 2, 3, 4)):  # WandB has step 3, and the checkpoint is of step 1
     wandb.log({"step": step, "loss": 87654320 + number})
 wandb.finish(30)

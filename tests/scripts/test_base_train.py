@@ -8,6 +8,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from nanochat.checkpoint import on_disk
 from nanochat.checkpoint.pieces import load_checkpoint
@@ -59,6 +60,8 @@ def test_a_run_that_is_stopped_and_resumed_gives_the_same_bits(train, reference,
     assert "resuming from" in resumed.stdout and "step_000002" in resumed.stdout
     assert resumed.losses == whole.losses and resumed.bpb == whole.bpb
     assert [record["step"] for record in resumed.records if "loss" in record] == [1, 2, 3, 4, 5, 6]
+    events = EventAccumulator(str(run_dir / "tensorboard")).Reload().Scalars("loss")
+    assert [event.step for event in events] == [1, 2, 3, 4, 5, 6]
     on_disk.set_aside_after(run_dir, 2)
     on_one = train(*model, "--save_every=2", run="parts", devices=1)
     assert on_one.losses == pytest.approx(whole.losses, rel=2e-6)

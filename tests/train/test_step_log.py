@@ -96,7 +96,8 @@ def test_a_run_called_dummy_or_with_a_wandb_that_is_turned_off_has_none_and_keep
         tmp_path, monkeypatch, run, mode):
     monkeypatch.setenv("WANDB_MODE", mode)
     log = make_log(tmp_path, run=run)
-    assert log._logger._wandb is None and re.fullmatch("[0-9a-f]{8}", log.wandb_id)
+    readers = [reader._name for reader in log._logger._readers]
+    assert readers == ([] if run == "dummy" else ["TensorBoard"]) and re.fullmatch("[0-9a-f]{8}", log.wandb_id)
 
 
 def test_steps_that_are_not_finite_are_counted_and_told_on_every_rank(tmp_path, capsys):
