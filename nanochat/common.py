@@ -419,9 +419,9 @@ def expand_path(text):
     text = os.fspath(text)
     if not text:
         raise BadInput("the path is empty: give one")
-    if text.startswith("gs:/"):
-        raise BadInput(f"{text} is in a bucket, and the flag takes a path on this machine: copy it here with gcloud "
-                       "storage cp -r")
+    if text.startswith(("gs:/", "hf:/")):
+        raise BadInput(f"{text} is not on this machine, and the flag takes a path on it: copy it here with gcloud "
+                       "storage cp -r or hf download")
     if len(text) > 4000 or any(len(part.encode(errors="surrogatepass")) > 255 for part in text.split("/")):
         raise BadInput(f"{text[:40]}… is too long for a path")
     try:

@@ -35,6 +35,7 @@ from nanochat.common import (
     run_script,
     to_flags,
 )
+from nanochat.data.hub_files import require_commits
 from nanochat.device.ranks import prepare_xla_environment, resolve_device_type
 from nanochat.record.history import read_run
 from nanochat.run.processes import expected_world_size, started_module
@@ -142,6 +143,8 @@ def flags_of_table(values):
 def make_trial(variant, seed, argv):
     """Returns a Trial, after all checks that need no device: errors come now, and not after hours."""
     flags = parse_flags(argv)
+    for places in (flags.data.data_dir, flags.data.val_dir):
+        require_commits(places)  # all runs must read the same data
     directory = run_directory(flags)
     device_type = resolve_device_type(flags.devices.device_type)
     prepare_xla_environment(device_type)

@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 
 from nanochat.checkpoint.on_disk import MODEL, find_checkpoint
 from nanochat.common import BadInput, flag, get_base_dir, locked, read_flags, require_writable_dir, run_script
-from nanochat.data.bucket import data_place, in_bucket
+from nanochat.data.bucket import data_place, is_remote, pinned
 from nanochat.data.mixture import Source, tokens_in
 from nanochat.data.shards import DEFAULT_DIRS, TextFlags, open_shards, open_text, read_columns, whole_texts
 from nanochat.data.tokenizer import FIM_TOKENS, load_tokenizer
@@ -106,9 +106,9 @@ def old_data(flags, meta, path):
     found = {}
     for split, name in (("train", "data_dir"), ("val", "val_dir")):
         place = getattr(flags, name) or meta.flags.get(name) or str(get_base_dir() / DEFAULT_DIRS[split])
-        place = next(iter(named_places(place).values()), place)
+        place = pinned(next(iter(named_places(place).values()), place))
         open_text(TextFlags(place), split)  # raises BadInput
-        found[split] = place if in_bucket(place) else os.path.abspath(place)
+        found[split] = place if is_remote(place) else os.path.abspath(place)
     return found
 
 

@@ -23,7 +23,7 @@ from nanochat.checkpoint import on_disk
 from nanochat.checkpoint.on_disk import SUMS, Kept, step_of
 from nanochat.checkpoint.pieces import is_whole
 from nanochat.common import BadInput, Outage, move_aside, say
-from nanochat.data.bucket import in_bucket
+from nanochat.data.bucket import is_remote
 from nanochat.data.storage import Interruption, Retries, copy_files, delete_file, list_files
 from nanochat.record.metrics import METRICS_FILE
 
@@ -41,7 +41,7 @@ _UNREACHABLE = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.
 
 def run_mirror(place, run, kept):
     """Returns the Mirror of a run. place: as data_place returns it."""
-    return Mirror(f"{place if in_bucket(place) else Path(place).absolute()}/{run}", kept)
+    return Mirror(f"{place if is_remote(place) else Path(place).absolute()}/{run}", kept)
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Mirror:
             for file in sorted(copies[name], key=lambda file: file != SUMS):
                 if OURS.fullmatch(file):
                     self._remove(f"{self.url}/{name}/{file}")
-            if not in_bucket(self.url):
+            if not is_remote(self.url):
                 with suppress(OSError):  # it has a file of somebody else
                     Path(self.url, name).rmdir()
 
@@ -131,14 +131,14 @@ class Mirror:
 
     def _names(self):
         """Returns the names of the files directly in the folder of the run, and perhaps of its folders."""
-        if in_bucket(self.url):
+        if is_remote(self.url):
             files, _ = _within(LIST_TIMEOUT_S, list_files, self.url)
             return [os.path.basename(file.url) for file in files]
         return _within(LIST_TIMEOUT_S, os.listdir, self.url)
 
     def _copies(self):
         """Returns {name: names of its files} of all copies, whole or not, oldest first."""
-        if in_bucket(self.url):
+        if is_remote(self.url):
             files = _within(LIST_TIMEOUT_S, list_files, self.url, "")[0]
             paths = [file.url for file in files]
         else:
@@ -152,7 +152,7 @@ class Mirror:
 
     def _copy(self, sources, directory, timeout_s=COPY_TIMEOUT_S):
         """Copies files to a directory. The sources or the directory are in the mirror."""
-        if in_bucket(self.url):
+        if is_remote(self.url):
             pairs = [(str(source), f"{directory}/{os.path.basename(source)}") for source in sources]
             _within(timeout_s, copy_files, pairs)
         else:
@@ -164,7 +164,7 @@ class Mirror:
 
     def _remove(self, url, timeout_s=LIST_TIMEOUT_S):
         """Deletes the file of this URL."""
-        _within(timeout_s, delete_file if in_bucket(url) else _unlink, url)
+        _within(timeout_s, delete_file if is_remote(url) else _unlink, url)
 
 
 def _unlink(path):

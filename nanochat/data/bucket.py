@@ -1,11 +1,11 @@
-"""Parquet files of data, on this machine or in a bucket (gs://…), with a cache on this machine's disk.
+"""Parquet files of data: on this machine, or elsewhere (gs://… or hf://…) with a cache on this machine's disk.
 
     files = list_bucket("gs://my-bucket/parquet/val", cache_gb=20)    # BucketFiles
     files[0].open_footer()                # a pyarrow file that has the footer, at its place
     files[0].open_row_group(3, ["text"])  # … this column of row group 3; and the file's metadata
     files[0].read_ahead(3, ["text"])      # fetches that in the background
 
-Raises BadInput if the bucket refuses for good, Outage if it has not been reached for OUTAGE_S, and Failure if the disk
+Raises BadInput if it is refused for good, Outage if a place has not been reached for OUTAGE_S, and Failure if the disk
 is full.
 """
 import hashlib
@@ -34,7 +34,9 @@ from nanochat.common import (
     require_writable_dir,
     say,
 )
-from nanochat.data.storage import Interruption, Retries, StoredFile, download, endpoint, list_files
+from nanochat.data import hub_files, storage
+from nanochat.data.hub_files import COMMIT, PLACE, commit_of, on_hub
+from nanochat.data.storage import Interruption, Retries, StoredFile, download, endpoint
 
 CACHE_GB = 20.0
 CACHE_DIR = "bucket_cache"  # under the base directory
@@ -51,24 +53,44 @@ TRIES = 5  # to open a part; more than two only if the cache is so small that ot
 
 
 def data_place(text):
-    """Returns the value of a flag that names a folder in a bucket or on this machine. Raises BadInput if it is
-    neither."""
-    if re.match(r"gs://[a-z0-9][a-z0-9._-]*(/|$)", text) and text.isprintable():
+    """Returns the value of a flag that names a folder in a bucket, on the Hub or on this machine. Raises BadInput if it
+    is none of them."""
+    if (re.match(r"gs://[a-z0-9][a-z0-9._-]*(/|$)", text) or PLACE.fullmatch(text)) and text.isprintable():
         return text.rstrip("/")
-    if re.match(r"gs//|[a-z][a-z0-9+.-]*:", text, re.IGNORECASE):
-        raise BadInput("it is neither gs://BUCKET/FOLDER nor a folder of this machine: correct it (a path with a "
-                       "colon is written in full)")
+    if re.match(r"(?:gs|hf)//|[a-z][a-z0-9+.-]*:", text, re.IGNORECASE):
+        raise BadInput("it is neither gs://BUCKET/FOLDER, hf://datasets/ORG/NAME/FOLDER nor a folder of this machine: "
+                       "correct it (a path with a colon is written in full)")
     return str(expand_path(text))
 
 
-def in_bucket(place):
-    """Returns whether a folder, as data_place returns it or None, is in a bucket."""
-    return str(place).startswith("gs://")
+def is_remote(place):
+    """Returns whether a folder, as data_place returns it or None, is in a bucket or on the Hub."""
+    return str(place).startswith("gs://") or on_hub(place)
+
+
+def pinned(text, saved=None):
+    """Returns the value of a flag, or None, with a commit in each place on the Hub: the one that the place has in
+    `saved`, the flag's value in a checkpoint, else the one to which its branch points."""
+    return text and PLACE.sub(partial(_at_commit, saved or ""), text)
+
+
+def _at_commit(saved, place):
+    name, revision, path = place.groups()
+    if COMMIT.fullmatch(revision or ""):
+        return place[0]
+    commits = {*re.findall(rf"hf://datasets/{re.escape(name)}@({COMMIT.pattern}){re.escape(path)}(?:,|$)", saved)}
+    try:
+        if len(commits) != 1:
+            commits = {Retries(place[0], OUTAGE_S).call(commit_of, name, revision or "main")}
+    except Interruption as error:
+        raise outage(place[0], OUTAGE_S, error) from None
+    return f"hf://datasets/{name}@{commits.pop()}{path}"
 
 
 @dataclass(unsafe_hash=True)
 class LocalFile:
     """A file on this machine, with the methods of BucketFile. They open the whole file: pyarrow reads what it needs."""
+    commit = ""
     path: Path
     seen: tuple | None = field(default=None, compare=False)  # its size and time of change when it was first opened
 
@@ -104,7 +126,7 @@ class LocalFile:
 
 @dataclass(frozen=True)
 class BucketFile:
-    """A file in a bucket, as it was when it was listed. It waits up to outage_s for a bucket that does not answer."""
+    """A file in a bucket or on the Hub, as it was when it was listed. It waits up to outage_s for an answer."""
     stored: StoredFile
     cache_gb: float = CACHE_GB
     outage_s: float = OUTAGE_S
@@ -119,6 +141,10 @@ class BucketFile:
     @property
     def parent(self):
         return self.stored.url.rpartition("/")[0]
+
+    @property
+    def commit(self):
+        return self.stored.commit
 
     def open_footer(self):
         """Returns a pyarrow file of the same size, which holds only the footer."""
@@ -172,7 +198,7 @@ class BucketFile:
                 raise Outage(f"{self}: another process has held {error.lock_file} for too long: start the same command "
                              "again") from None
             except Interruption as error:
-                raise _outage(self, self.outage_s, error) from None
+                raise outage(self, self.outage_s, error) from None
             except FileNotFoundError:  # evicted meanwhile
                 continue
             except OSError as error:
@@ -185,16 +211,17 @@ class BucketFile:
                       "fewer")
 
     def _fetch(self, path, begin, end):
-        partial = path.with_suffix(".partial")
-        file = _reserve(partial, begin, end, self.cache_gb * 1e9)
+        unfinished = path.with_suffix(".partial")
+        file = _reserve(unfinished, begin, end, self.cache_gb * 1e9)
         try:
             with file:
-                download(self.stored, file.fileno(), begin, end, Retries(self, self.outage_s))
+                read = hub_files.read_range if on_hub(self) else storage.read_range
+                download(partial(read, self.stored), file.fileno(), begin, end, Retries(self, self.outage_s))
                 os.fsync(file.fileno())
-            with _room_lock(partial.parent):  # so that _parts_in counts it under one of the names
-                partial.rename(path)
+            with _room_lock(unfinished.parent):  # so that _parts_in counts it under one of the names
+                unfinished.rename(path)
         except BaseException:
-            partial.unlink(missing_ok=True)
+            unfinished.unlink(missing_ok=True)
             raise
 
 
@@ -202,9 +229,11 @@ def _is_whole(path, end):
     return path.exists() and path.stat().st_size == end
 
 
-def _outage(place, waited_s, error):
-    return Outage(f"{place} has not been reached for {waited_s / 60:.0f} minutes ({error}): start the same command "
-                  "again later")
+def outage(place, waited_s, error):
+    why = f"has not been reached for {waited_s / 60:.0f} minutes"
+    if error.wait_s > waited_s:
+        why = f"asks to wait for {error.wait_s / 60:,.0f} minutes"
+    return Outage(f"{place} {why} ({error}): start the same command again later")
 
 
 def _try(function, *args):
@@ -379,14 +408,18 @@ def check_cache(shards, num_lanes):
 def list_bucket(url, cache_gb=CACHE_GB):
     """Returns the BucketFiles of the shards in a folder (choose_shards), as they were when this process first asked."""
     try:
-        return [BucketFile(file, cache_gb, OUTAGE_S) for file in _parquet_files(url.rstrip("/"), endpoint())]
+        return [BucketFile(file, cache_gb, OUTAGE_S) for file in _parquet_files(pinned(url.rstrip("/")), endpoint())]
     except Interruption as error:
-        raise _outage(url, OUTAGE_S, error) from None
+        raise outage(url, OUTAGE_S, error) from None
 
 
 # Listed once in a process. The endpoint is a part of the cache's key only: another server has other files.
 @cache
 def _parquet_files(url, of_endpoint):
-    files, _ = Retries(url, OUTAGE_S).call(partial(list_files, delimiter=""), url)
+    retries = Retries(url, OUTAGE_S)
+    if on_hub(url):
+        files = retries.call(hub_files.list_files, url)
+    else:
+        files, _ = retries.call(partial(storage.list_files, delimiter=""), url)
     by_path = {file.url.removeprefix(f"{url}/"): file for file in files}
     return [by_path[path] for path in choose_shards(url, by_path)]

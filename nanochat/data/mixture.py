@@ -2,7 +2,7 @@
 reads a TOML file:
 
     [sources.stack]
-    dir = "stack/parquet"        # a folder of shards, or gs://…; a relative one counts from the file's folder
+    dir = "stack/parquet"        # a folder of shards, gs://… or hf://…; a relative one counts from the file's folder
     weight = 0.7
     [sources.own]
     dir = "own/base_data_v3"
@@ -28,7 +28,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from nanochat.common import BadInput, read_toml
-from nanochat.data.bucket import data_place, in_bucket
+from nanochat.data.bucket import data_place, is_remote
+from nanochat.data.hub_files import require_commits
 from nanochat.data.lanes import COUNTS, Lane, LaneState, SharedByLanes
 from nanochat.data.loader import READ_AHEAD_BYTES, DataLoader, settings_of
 from nanochat.data.shards import fingerprint, open_text, read_pieces
@@ -44,7 +45,7 @@ SAMPLE_BYTES = 1 << 18  # of each
 class Source(NamedTuple):
     """A folder of shards."""
     name: str
-    place: str  # folder or gs://…
+    place: str  # folder, gs://… or hf://…
     val: str | None = None  # the place of its held-out text
     shards: tuple = ()  # once it is open
 
@@ -84,8 +85,8 @@ class Mixture(NamedTuple):
 def read_mixture(path):
     """Returns the Mixture of a file, whose sources are not open. Raises BadInput."""
     try:
-        if in_bucket(path):
-            raise BadInput("a mixture is a file of this machine, whose sources may be in buckets: copy it here")
+        if is_remote(path):
+            raise BadInput("a mixture is a file of this machine, whose sources may be elsewhere: copy it here")
         return _mixture_of(read_toml(Path(path)), Path(path).parent)
     except BadInput as error:
         raise BadInput(f"--data_dir={path}: {error}") from None
@@ -144,9 +145,10 @@ def _source_of(name, source, folder):
             raise BadInput(f"source {name}: {key} = {source[key]!r} names no folder of shards: correct it")
         try:
             place = data_place(source[key])
+            require_commits(place)
         except BadInput as error:
             raise BadInput(f"source {name}: {key} = {source[key]!r}: {error}") from None
-        places[key] = place if in_bucket(place) else str(folder / place)
+        places[key] = place if is_remote(place) else str(folder / place)
     return Source(name, places["dir"], places.get("val"))
 
 
@@ -273,7 +275,7 @@ def tokens_in(source, tokenizer):
     """Returns about how many tokens a source has: it counts those of a sample."""
     groups = [(shard, group) for shard in source.shards
               for group, count in enumerate(shard.row_group_documents) if count]
-    if in_bucket(source.place):
+    if is_remote(source.place):
         groups = groups[:1]  # which is in the cache; others would have to be fetched
     n_bytes = n_tokens = 0
     for shard, group in groups[::-(-len(groups) // SAMPLED_GROUPS)]:

@@ -3,7 +3,7 @@
 A shard is a parquet file with a column of text; only read_columns reads other columns. Each of its rows is called a
 document here, because a row is one sequence of the training batch. Shards may come from anywhere and have row groups of
 a gigabyte. So no file stays open, and memory holds no more text than the caller asks for. bucket.py fetches shards
-from buckets, one row group at a time.
+from buckets and the Hub, one row group at a time.
 
     shards = open_text(flags, "val")      # what a script's TextFlags name, checked
     fingerprint(shards)                   # changes when the data changes
@@ -27,8 +27,8 @@ from nanochat.data.bucket import (
     choose_shards,
     data_place,
     fetch_footers,
-    in_bucket,
     is_data,
+    is_remote,
     list_bucket,
 )
 
@@ -42,11 +42,11 @@ LONGEST_BATCH_BYTES = 32 << 20  # … if texts share bytes in the file, as in a 
 @dataclass(frozen=True)
 class TextFlags:
     """The flags of every script that reads shards; open_text opens what they name."""
-    data_dir: str | None = flag(None, "folder of parquet shards with a column text, or gs://…; default: in "
+    data_dir: str | None = flag(None, "folder of parquet shards with a column text, gs://… or hf://…; default: in "
                                 "$NANOCHAT_BASE_DIR/parquet, base_data_v3 for training and val for evaluations",
                                 of=data_place)
-    data_cache_gb: float = flag(CACHE_GB, "gigabytes of this machine's disk for a cache of shards in gs://…", above=0,
-                                at_most=1e6)
+    data_cache_gb: float = flag(CACHE_GB, "gigabytes of this machine's disk for a cache of shards that are elsewhere",
+                                above=0, at_most=1e6)
     skip_bad_shards: bool = flag(False, "skip the corrupt parts of shards, with a warning")
 
     def folder(self, split):
@@ -64,7 +64,7 @@ class Shard:
     file: LocalFile | BucketFile
     n_bytes: int  # size of the file
     row_group_documents: tuple[int, ...]  # number of documents in each row group
-    digest: str  # SHA-256 of name, size and footer
+    digest: str  # SHA-256 of name, size, commit on the Hub, and footer
     largest_group_bytes: int = 0  # of its largest row group, compressed
     text_bytes: int = 0  # of all its text, about
     skip_bad: bool = False  # reading skips what it cannot decode, with a warning
@@ -99,11 +99,11 @@ def open_text(flags, split="train"):
 def list_shards(data_dir=None, split="train", cache_gb=CACHE_GB):
     """Returns the shards (bucket.choose_shards) in `data_dir`, or in the default directory of `split`, sorted by name:
     paths, or BucketFiles that share a cache of `cache_gb` gigabytes. Raises BadInput if there are none."""
-    if data_dir and in_bucket(data_dir):
+    if data_dir and is_remote(data_dir):
         files = list_bucket(data_dir, cache_gb)
         if not files:
             raise BadInput(f"no {split} data: {data_dir} has no *.parquet file in it: correct the URL, or copy some "
-                           "there with gcloud storage cp")
+                           "there")
         return sorted(files, key=lambda file: (file.name, str(file).split("/")))
     data_dir = Path(data_dir) if data_dir else get_base_dir() / DEFAULT_DIRS[split]
     advice = "make some with python3 -m scripts.prepare_data, or name a directory that has it"
@@ -185,7 +185,7 @@ def _open_shard(file, skip_bad):
         text_bytes += columns[TEXT].total_uncompressed_size
     # The footer says where each column of a row group lies, how large it is, and how many documents it has. The text
     # itself is read only when its turn comes.
-    digest = hashlib.sha256(f"{file.name} {size} ".encode() + footer).hexdigest()
+    digest = hashlib.sha256(f"{file.name} {size} {file.commit}".encode() + footer).hexdigest()
     return Shard(file, size, tuple(documents), digest, max(compressed, default=0), text_bytes, skip_bad)
 
 

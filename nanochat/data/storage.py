@@ -2,7 +2,7 @@
 
     list_files("gs://bucket/folder")                               # its StoredFiles, and the URLs of its folders
     read_range(file, 0, 100)                                       # yields its bytes 0 to 99, in parts
-    download(file, descriptor, 0, file.size, Retries(url, 60))     # … into a file, through broken connections
+    download(partial(read_range, file), descriptor, 0, 100, Retries(url, 60))   # … into a file, past broken connections
     copy_files([("/tmp/name", "gs://bucket/folder/name")])         # there or back, several at a time
     delete_file("gs://bucket/folder/name")
 
@@ -53,7 +53,11 @@ _NO_LOGIN = re.compile(
 
 
 class Interruption(Exception):
-    """A failure that may pass: the same call may succeed later."""
+    """A failure that may pass: the same call may succeed later, but not within wait_s seconds."""
+
+    def __init__(self, problem, wait_s=0):
+        super().__init__(problem)
+        self.wait_s = wait_s
 
 
 class _NotFound(Exception):
@@ -62,10 +66,11 @@ class _NotFound(Exception):
 
 @dataclass(frozen=True)
 class StoredFile:
-    """A file in a bucket, as it was when it was listed."""
+    """A file in a bucket or on the Hub, as it was when it was listed."""
     url: str
     size: int
     generation: str  # changes with the bytes
+    commit: str = ""  # of the Hub
 
 
 # Who retries for how long. Reading data: bucket.OUTAGE_S, 8 minutes without an answer, and then the run ends with the
@@ -85,16 +90,16 @@ class Retries:
         self.pause_s = FIRST_PAUSE_S
 
     def wait(self, error):
-        """Waits before the next attempt, with a warning; raises `error`, an Interruption, after the last one."""
+        """Waits before the next attempt, with a warning; raises `error`, an Interruption, if none is left."""
         now = time.monotonic()
         left_s = self.deadline - now
-        if left_s <= 0:
+        if left_s <= error.wait_s:
             raise error
         if self.limit_s > SAY_S and now >= Retries.silent_until:
             Retries.silent_until = now + SAY_S
             say(f"warning: {self.url} cannot be reached ({error}); waiting for it, for up to "
                 f"{math.ceil(left_s / 60)} more minutes")
-        time.sleep(min(self.pause_s, left_s))
+        time.sleep(max(min(self.pause_s, left_s), error.wait_s))
         self.pause_s = min(2 * self.pause_s, LONGEST_PAUSE_S)
 
     def call(self, function, *args):
@@ -153,12 +158,12 @@ def read_range(file, begin, end):
         raise Interruption(_why(error)) from None
 
 
-def download(file, descriptor, begin, end, retries):
-    """Writes the bytes of a StoredFile from `begin` to `end` to the same place of an open file. After a broken
+def download(read, descriptor, begin, end, retries):
+    """Writes what read(begin, end) yields, the bytes of a file, to the same place of an open file. After a broken
     connection it continues from there, as long as the Retries allow."""
     while begin < end:
         try:
-            for part in read_range(file, begin, end):
+            for part in read(begin, end):
                 written = os.pwrite(descriptor, part, begin)
                 begin += written
                 if written < len(part):  # the next part would not be at its place
@@ -208,7 +213,7 @@ def _copy_file(source, target):
     retries = Retries(source, BLIP_S)
     file = retries.call(_find_file, source)
     with open(target, "wb") as copy:
-        download(file, copy.fileno(), 0, file.size, retries)
+        download(partial(read_range, file), copy.fileno(), 0, file.size, retries)
 
 
 def _find_file(url):
@@ -233,7 +238,7 @@ def _upload(path, url):
         request = urllib.request.Request(session, _content(path, digest), headers, method="PUT")
         with _opener.open(request, timeout=TRY_TIMEOUT_S) as answer:
             received = json.loads(answer.read())["md5Hash"]
-    except (OSError, http.client.HTTPException, *_ODD_JSON) as error:
+    except (OSError, http.client.HTTPException, *ODD_JSON) as error:
         raise Interruption(_why(error)) from None
     if received != base64.b64encode(digest.digest()).decode():
         raise Interruption("the bucket received other bytes than were sent")
@@ -254,7 +259,7 @@ def delete_file(url):
 
 # Requests
 
-_ODD_JSON = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
+ODD_JSON = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
 
 
 class _StayHere(urllib.request.HTTPRedirectHandler):
@@ -287,7 +292,7 @@ def _ask_for_json(query, url, advice, read):
         return read(json.loads(_ask(query, url)))
     except _NotFound as error:
         raise BadInput(f"{url}: {error}: {advice}") from None
-    except _ODD_JSON as error:
+    except ODD_JSON as error:
         raise Interruption(f"its answer is cut, or not Cloud Storage's ({type(error).__name__}: {error})") from None
 
 
@@ -336,7 +341,7 @@ def _message(error, token):
     """Returns the message in the body of an HTTPError, in one line, without the token."""
     try:
         text = json.loads(error.read())["error"]["message"]
-    except (OSError, http.client.HTTPException, *_ODD_JSON):
+    except (OSError, http.client.HTTPException, *ODD_JSON):
         text = error.reason
     return " ".join(str(text).replace(token, "[token]").split())[:300].rstrip(".")
 

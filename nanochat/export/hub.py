@@ -24,7 +24,7 @@ from nanochat.checkpoint.meta import Meta
 from nanochat.checkpoint.on_disk import META, MODEL, OPTIMIZER, SOURCE, SUMS
 from nanochat.checkpoint.pieces import Layout
 from nanochat.common import BadInput, Outage, expand_path, is_disk_full, require_file
-from nanochat.data.bucket import data_place, in_bucket
+from nanochat.data.bucket import data_place
 from nanochat.data.hub_tokenizer import HubTokenizer
 from nanochat.data.storage import Interruption, Retries, copy_files, list_files
 from nanochat.export.llama import CARD, CONFIG, SMALL_FILES, matches, read_config, their_names, their_shapes
@@ -147,7 +147,7 @@ class Source(NamedTuple):
 def open_source(place, scratch):
     """Returns the Source of a place, see import_model; its files are fetched into the folder `scratch` if they are not
     on this machine. Raises BadInput."""
-    if in_bucket(place):
+    if place.startswith("gs://"):
         place = data_place(place)
         return Source(scratch, os.path.basename(place), "", partial(_from_bucket, place, scratch))
     folder = expand_path(place)

@@ -9,7 +9,8 @@ import torch
 
 from nanochat.checkpoint.on_disk import Kept, step_of
 from nanochat.common import BadInput, expand_path, flag, not_empty, read_flags
-from nanochat.data.bucket import data_place
+from nanochat.data.bucket import data_place, pinned
+from nanochat.data.hub_files import on_hub
 from nanochat.data.lanes import NUM_LANES
 from nanochat.data.mixture import NAME, read_mixture
 from nanochat.data.shards import TextFlags
@@ -44,6 +45,13 @@ def val_places(text):
     """Returns the value of --val_dir. Raises BadInput."""
     named = named_places(text)
     return ",".join(f"{name}={place}" for name, place in named.items()) if named else data_place(text)
+
+
+def mirror_place(text):
+    place = data_place(text)
+    if on_hub(place):
+        raise BadInput("the Hub is only read: give gs://BUCKET/FOLDER, or a directory")
+    return place
 
 
 @dataclass(frozen=True)
@@ -100,11 +108,12 @@ class KernelFlags(DeviceFlags):
 
 @dataclass(frozen=True)
 class DataFlags(TextFlags):
-    data_dir: str | None = flag(None, "folder of parquet shards with a column text, gs://…, or FILE.toml, a mixture of "
-                                "folders; docs/data.md#mixtures; default: $NANOCHAT_BASE_DIR/parquet/base_data_v3",
-                                of=data_place)
-    val_dir: str | None = flag(None, "folder of parquet shards for validation, gs://…, or several, NAME=FOLDER,…; "
-                               "default: those that a mixture names, or $NANOCHAT_BASE_DIR/parquet/val", of=val_places)
+    data_dir: str | None = flag(None, "folder of parquet shards with a column text, gs://…, hf://…, or FILE.toml, a "
+                                "mixture of folders; docs/data.md#mixtures; default: "
+                                "$NANOCHAT_BASE_DIR/parquet/base_data_v3", of=data_place)
+    val_dir: str | None = flag(None, "folder of parquet shards for validation, gs://…, hf://…, or several, "
+                               "NAME=FOLDER,…; default: those that a mixture names, or "
+                               "$NANOCHAT_BASE_DIR/parquet/val", of=val_places)
     tokenizer_dir: str | None = flag(None, "folder of the tokenizer; default: that of the imported weights with "
                                      "which the run began, else $NANOCHAT_BASE_DIR/tokenizer if it "
                                      "exists, else the shipped one", of=path_text)
@@ -214,7 +223,7 @@ class RecordFlags:
     keep_checkpoints: int = flag(3, "newest checkpoints to keep on disk", at_least=1)
     keep_every: int = flag(-1, "keep checkpoints of steps that are multiples of this; -1: none", at_least=1, unset=-1)
     checkpoint_mirror: str | None = flag(None, "gs://… or a directory for copies of checkpoints, from which a new VM "
-                                         "resumes; docs/training.md#the-mirror", of=data_place)
+                                         "resumes; docs/training.md#the-mirror", of=mirror_place)
     log_every: int = flag(10, "steps between lines of the log", at_least=1)
     step_timeout_s: float = flag(600.0, "end the run if a step exceeds this and 20 times the median; -1: never",
                                  above=0, unset=-1)
@@ -305,6 +314,11 @@ class FlagGroups:
         """Returns the same flags, with those of the model as in its config."""
         return self
 
+    def at_commits(self, saved=None):
+        """Returns the same flags, with a commit in each place on the Hub (bucket.pinned). saved: the flags in a
+        checkpoint, {name: value}."""
+        return self
+
 
 @dataclass(frozen=True)
 class Flags(FlagGroups):
@@ -329,6 +343,11 @@ class Flags(FlagGroups):
 
     def settled(self, config):
         return self.replace(**settled(config))
+
+    def at_commits(self, saved=None):
+        saved = saved or {}
+        return self.replace(data_dir=pinned(self.data.data_dir, saved.get("data_dir")),
+                            val_dir=pinned(self.data.val_dir, saved.get("val_dir")))
 
 
 def parse_flags(argv=None, description=None):

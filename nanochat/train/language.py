@@ -342,6 +342,7 @@ def make_task(flags, device_type, world_size, directory):
         read_mixture(flags.data.mixture)  # refuses wrong names and weights before any work
     tokenizer = run_tokenizer(flags)
     saved = saved_meta(flags, directory)
+    flags = flags.at_commits(saved and saved.flags)
     # Settled flags have a value for every flag of the model. Only the values of the command line itself must agree with
     # the checkpoint (resumed), so they are kept.
     given = asdict(flags.model)

@@ -99,6 +99,9 @@ def prepare(flags, device_type, make_task, pod=None):
     directory = run_directory(flags)
     is_first = pod is None or pod.host.is_first
     world_size = expected_world_size(device_type, pod.host.count if pod else 1)
+    asked = flags
+    if pod:  # only one host may have the run's checkpoint, and with it the commit of data on the Hub
+        flags = flags.at_commits()
     task = make_task(flags, device_type, world_size, directory)
     if pod:
         found = pod.gather("which data they have", what_is_trained(task))
@@ -122,6 +125,9 @@ def prepare(flags, device_type, make_task, pod=None):
     elif not is_first:
         on_disk.set_aside_after(directory, -1)  # copies of the first host's checkpoints; see Run.begin
     if path:
+        pinned = asked.at_commits(load_meta(path).flags)
+        if pinned != asked:  # the data at the run's commit, which a new machine knows only now
+            task = make_task(pinned, device_type, world_size, directory)
         task, finished_step = resume(task, path, is_finished, is_first)
     else:
         _require_begin(task, pod)

@@ -384,7 +384,7 @@ def test_a_folder_stays_a_folder_and_other_flags_refuse_buckets(monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     assert data_place("~/x") == "/home/me/x" and data_place("gs://b/x/") == "gs://b/x" and data_place("gs") == "gs"
     assert data_place("/x/a:b/./c") == "/x/a:b/c"
-    with pytest.raises(BadInput, match="gs://b/x is in a bucket, .*copy it"):
+    with pytest.raises(BadInput, match="gs://b/x is not on this machine, .*copy it"):
         expand_path("gs://b/x")
 
 

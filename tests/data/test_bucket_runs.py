@@ -79,7 +79,7 @@ def test_a_bucket_that_is_gone_while_a_run_trains_ends_it_with_one_line_and_stat
 
 
 @pytest.mark.parametrize("value, words", [
-    ("gs:/b/corpus", "is neither gs://BUCKET/FOLDER nor a folder"), ("gs://b/none", r"has no \*.parquet file in it")])
+    ("gs:/b/corpus", "is neither gs://BUCKET/FOLDER"), ("gs://b/none", r"has no \*.parquet file in it")])
 def test_a_wrong_place_is_one_line_before_any_work(storage, tiny, warm_ranks, value, words):
     process = warm_ranks(1).call(impatient.main, last_of_each(*tiny, f"--data_dir={value}", "--run=wrong"),
                                  **storage.environment)

@@ -7,10 +7,8 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import weakref
 import zipfile
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from unittest import mock
 
 import pytest
@@ -32,6 +30,7 @@ from nanochat.kernels.choose import get_kernels
 from nanochat.model.llama import Llama, LlamaConfig
 from scripts import export, import_hf
 from tests.checkpoint.states import make_meta, names
+from tests.hub import Hub
 
 transformers = pytest.importorskip("transformers")
 
@@ -424,49 +423,10 @@ def test_a_model_in_a_bucket_is_imported(folder, base_dir, bucket):
     assert load_file(path / on_disk.MODEL)["out_norm"].shape == (32,)
 
 
-SHA = "ab" * 20
-
-
-class Hub(BaseHTTPRequestHandler):
-    """What the Hub's client asks for, with the files of `folder` as org/small."""
-    folder = None
-    tokens = set()
-
-    def do_GET(self):
-        self.tokens.add(self.headers.get("Authorization"))
-        path = self.path.partition("?")[0]
-        name = path.rpartition("/")[2]
-        headers = {}
-        if path.startswith(f"/api/models/org/small/tree/{SHA}"):
-            body = json.dumps([{"type": "file", "path": each.name, "size": each.stat().st_size, "oid": "0" * 40}
-                               for each in self.folder.iterdir()]).encode()
-        elif path.startswith("/api/models/org/small"):
-            body = json.dumps({"id": "org/small", "sha": SHA, "siblings": []}).encode()
-        elif path == f"/org/small/resolve/{SHA}/{name}" and (self.folder / name).exists():
-            body = (self.folder / name).read_bytes()
-            headers = {"ETag": f'"{name}"', "X-Repo-Commit": SHA}
-        else:
-            body = b""
-            headers = {"X-Error-Code": "RepoNotFound"}
-        self.send_response(404 if "X-Error-Code" in headers else 200)
-        for key, value in (headers | {"Content-Length": str(len(body))}).items():
-            self.send_header(key, value)
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(body)
-
-    do_HEAD = do_GET
-
-    def log_message(self, *args):
-        pass
-
-
 def test_the_hubs_client_fetches_a_model_at_a_commit_which_the_checkpoint_remembers(folder, base_dir):
-    Hub.folder = folder
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    env = os.environ | {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_TOKEN": "hf_secret",
-                        "HF_HUB_DISABLE_XET": "1"}
+    server = Hub()
+    commit = server.push_folder("models/org/small", folder)
+    env = os.environ | server.env
 
     def import_from_hub(name):
         return subprocess.run([sys.executable, "-m", "scripts.import_hf", name, "--run=imported"], env=env,
@@ -474,12 +434,11 @@ def test_the_hubs_client_fetches_a_model_at_a_commit_which_the_checkpoint_rememb
 
     refused = import_from_hub("org/none")
     assert refused.returncode == 2 and "org/none" in refused.stderr and "HF_TOKEN" in refused.stderr
-    assert import_from_hub("org/small").returncode == 0 and "Bearer hf_secret" in Hub.tokens
+    assert import_from_hub("org/small").returncode == 0 and "Bearer hf_secret" in server.tokens
     path = on_disk.latest(get_base_dir() / "checkpoints" / "imported")
     source = load_meta(path).source
-    assert source["model"] == "org/small" and source["commit"] == SHA and source["licence"] == "apache-2.0"
+    assert source["model"] == "org/small" and source["commit"] == commit and source["licence"] == "apache-2.0"
     assert len(load_file(path / on_disk.MODEL)) == 11 and ".download" not in names(path.parent)
-    server.shutdown()
-    server.server_close()
+    server.close()
     shutil.rmtree(path.parent)
     assert import_from_hub("org/small").returncode == Outage.status

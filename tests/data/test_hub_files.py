@@ -1,0 +1,225 @@
+"""Data on a Hub, served on loopback: that of a commit, whatever its branch does, and one line for each refusal."""
+import json
+import shutil
+import threading
+
+import numpy as np
+import pytest
+from huggingface_hub import constants
+
+from nanochat.checkpoint.meta import load_meta
+from nanochat.checkpoint.on_disk import list_checkpoints
+from nanochat.common import BadInput, Outage, expand_path
+from nanochat.data import bucket, hub_files, storage
+from nanochat.data.bucket import data_place, pinned
+from nanochat.data.mixture import read_mixture
+from nanochat.data.shards import fingerprint, list_shards, open_shards, whole_texts
+from nanochat.run.stopping import EXIT_STATUS
+from nanochat.train.flags import parse_flags
+from scripts import ablate
+from tests.conftest import last_of_each
+from tests.data import from_hub
+from tests.data.documents import write
+from tests.data.test_batches import stop_run
+from tests.hub import Hub
+
+REPO = "datasets/org/data"
+URL = f"hf://{REPO}/corpus"
+
+
+@pytest.fixture
+def hub(monkeypatch, base_dir):
+    hub = Hub()
+    for name, value in hub.env.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(constants, "ENDPOINT", hub.env["HF_ENDPOINT"])
+    monkeypatch.setattr(storage, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(bucket, "OUTAGE_S", 5)
+    from_hub.forget()
+    yield hub
+    hub.close()
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder whose folder `corpus` has two shards, in a folder with a comma."""
+    path, rng = tmp_path / "data", np.random.default_rng(0)
+    (path / "corpus/a, b").mkdir(parents=True)
+    for i in range(2):
+        write(path / f"corpus/a, b/shard_{i}.parquet", [rng.bytes(5000).hex() for _ in range(40)], row_group_size=8)
+    (path / "README.md").write_text("# Data\n")
+    return path
+
+
+def texts(place):
+    return list(whole_texts(open_shards(list_shards(place))))
+
+
+# -----------------------------------------------------------------------------
+# The data of a commit
+
+
+def test_shards_have_the_text_of_those_on_disk_and_a_fingerprint_with_the_commit(hub, folder):
+    hub.page_size = 1
+    first = hub.push_folder(REPO, folder)
+    assert texts(URL) == texts(folder / "corpus") and "Bearer hf_secret" in hub.tokens
+    assert pinned(URL) == f"hf://{REPO}@{first}/corpus"
+    (folder / "README.md").write_text("# The same shards\n")
+    second = hub.push_folder(REPO, folder)
+    places = [folder / "corpus", f"hf://{REPO}@{first}/corpus", f"hf://{REPO}@{second}/corpus"]
+    assert len({fingerprint(open_shards(list_shards(place))) for place in places}) == 3
+    assert fingerprint(open_shards(list_shards(URL))) == fingerprint(open_shards(list_shards(places[1])))
+
+
+@pytest.mark.parametrize("branch, revision", [("v1.0", "v1.0"), ("refs/convert/parquet", "refs/convert/parquet"),
+                                              ("a/b", "a%2Fb")])
+def test_a_revision_is_named_as_huggingface_hub_names_it(hub, folder, branch, revision):
+    hub.push(REPO, {"x": b""})
+    commit = hub.push(REPO, {"corpus/x.parquet": (folder / "corpus/a, b/shard_0.parquet").read_bytes()}, branch)
+    assert pinned(data_place(f"hf://{REPO}@{revision}/corpus/")) == f"hf://{REPO}@{commit}/corpus"
+    assert len(texts(f"hf://{REPO}@{revision}/corpus")) == 40
+
+
+def test_each_place_of_a_flag_keeps_the_commit_that_it_has_in_a_checkpoint(hub):
+    one, two, now = "1" * 40, "2" * 40, hub.push(REPO, {"x": b""})
+    saved = f"a=hf://{REPO}@{one}/a,b=hf://{REPO}@{two}/a/b"
+    assert pinned(f"c=hf://{REPO}/a/b,a=hf://{REPO}@v1/a,d=hf://{REPO}/x,e=e", saved) == \
+        f"c=hf://{REPO}@{two}/a/b,a=hf://{REPO}@{one}/a,d=hf://{REPO}@{now}/x,e=e"
+    assert pinned(f"hf://{REPO}@{two}/a", saved) == f"hf://{REPO}@{two}/a" and pinned(None, saved) is None
+
+
+@pytest.mark.parametrize("is_new_machine", [False, True])
+def test_a_run_that_is_stopped_resumes_with_the_same_losses_after_its_branch_has_moved(
+        hub, corpus_dir, tiny, base_dir, tmp_path, warm_ranks, is_new_machine):
+    commit = hub.push_folder(REPO, corpus_dir)
+    flags = ["--num_iterations=40", "--eval_every=20", "--log_every=1", "--save_every=1000",
+             f"--checkpoint_mirror={tmp_path / 'mirror'}"]
+    on_hub = [*flags, f"--data_dir=hf://{REPO}/train", f"--val_dir=hf://{REPO}/val"]
+
+    def losses(run):
+        lines = map(json.loads, (base_dir / "checkpoints" / run / "metrics.jsonl").read_text().splitlines())
+        return {(line["step"], line.get("loss"), line.get("val_bpb")) for line in lines}
+
+    assert warm_ranks(2).call(from_hub.main, last_of_each(*tiny, *flags, "--run=disk")).returncode == 0
+    expected = losses("disk")
+    assert len([loss for _, loss, _ in expected if loss]) == 40 and any(bpb for _, _, bpb in expected)
+    directory = base_dir / "checkpoints/hub"
+    threading.Thread(target=stop_run, args=(directory, 5), daemon=True).start()
+    process = warm_ranks(2).call(from_hub.main, last_of_each(*tiny, *on_hub, "--run=hub"))
+    assert process.returncode == EXIT_STATUS, process.stderr
+    found = losses("hub")
+    if is_new_machine:  # that knows the commit only from the mirror, and can read what the branch has become
+        hub.push(REPO, {f"{split}/x.parquet": (corpus_dir / "val/shard_00000.parquet").read_bytes()
+                        for split in ("train", "val")})
+        shutil.rmtree(directory)
+    else:
+        hub.push(REPO, {"README.md": b"moved"})
+    process = warm_ranks(2).call(from_hub.main, last_of_each(*tiny, *on_hub, "--run=hub"))
+    assert process.returncode == 0, process.stderr
+    assert "resuming from" in process.stdout and "changed since" not in process.stdout
+    found |= losses("hub")
+    assert {record for record in found if any(record[1:])} == {record for record in expected if any(record[1:])}
+    saved = load_meta(list_checkpoints(directory)[-1]).flags
+    assert saved["data_dir"] == f"hf://{REPO}@{commit}/train" and saved["validation"] == f"hf://{REPO}@{commit}/val"
+    assert f"hf://{REPO}@{commit}/train" in (directory / "run.toml").read_text()
+    assert "hf_secret" not in process.stdout + process.stderr + (directory / "run.toml").read_text()
+
+
+# -----------------------------------------------------------------------------
+# Refusals and outages
+
+
+@pytest.mark.parametrize("token, url, words", [
+    (None, URL, ["401", "Access is restricted", "HF_TOKEN"]),
+    ("hf_wrong", URL, ["403", "also for Bearer [token]", "HF_TOKEN"]),
+    ("hf_\tx", URL, ["HF_TOKEN has characters"]),
+    ("hf_secret", "hf://datasets/org/none", ["404", "Repository not found", "org/none"]),
+    ("hf_secret", f"hf://{REPO}@v2/corpus", ["404", "Invalid rev id", "@v2"]),
+    ("hf_secret", f"hf://{REPO}/nothing", ["404", "nothing does not exist"])])
+def test_a_refusal_is_one_line_that_shows_no_token(hub, folder, monkeypatch, token, url, words):
+    hub.push_folder(REPO, folder)
+    hub.gated = "hf_secret"
+    monkeypatch.delenv("HF_TOKEN")
+    if token:
+        monkeypatch.setenv("HF_TOKEN", token)
+    with pytest.raises(BadInput) as refused:
+        list_shards(url)
+    message = str(refused.value)
+    assert "\n" not in message and (token or "hf_") not in message
+    assert not [word for word in words if word not in message], message
+
+
+@pytest.mark.parametrize("headers", [{"Retry-After": "3"}, {"RateLimit": '"api";r=0;t=3'}])
+def test_too_many_requests_wait_as_long_as_the_hub_says_within_a_limit(hub, folder, monkeypatch, headers):
+    hub.push_folder(REPO, folder)
+    waits = []
+    monkeypatch.setattr(storage.time, "sleep", waits.append)
+    hub.failures = [(429, headers), (503, {}), (429, headers)]
+    assert len(list_shards(URL)) == 2
+    assert len(waits) == 3 and waits[0] == waits[2] == 3 and waits[1] < 1
+    hub.failures = [(429, {"Retry-After": "600"})]
+    from_hub.forget()
+    with pytest.raises(Outage, match=r"asks to wait for 10 minutes \(429 Too Many Requests\)"):
+        list_shards(URL)
+    assert len(waits) == 3
+
+
+def test_a_broken_connection_continues_where_it_broke_and_one_that_stays_broken_ends_in_one_line(
+        hub, folder, monkeypatch):
+    hub.push_folder(REPO, folder)
+    hub.cuts = [1000, 0, 30_000]
+    assert texts(URL) == texts(folder / "corpus") and not hub.cuts
+    hub.cuts = [0] * 1000
+    monkeypatch.setattr(bucket, "OUTAGE_S", 0.2)
+    shutil.rmtree(bucket.get_base_dir())
+    bucket._cache_folder.cache_clear()
+    from_hub.forget()
+    with pytest.raises(Outage, match=r"hf://.* has not been reached for"):
+        texts(URL)
+
+
+def test_a_hub_that_is_silent_or_no_hub_ends_in_one_line(hub, folder, monkeypatch):
+    hub.push_folder(REPO, folder)
+    hub.stall = threading.Event()
+    monkeypatch.setattr(bucket, "OUTAGE_S", 0.2)
+    monkeypatch.setattr(hub_files, "TRY_TIMEOUT_S", 0.2)
+    with pytest.raises(Outage, match="timed out"):
+        texts(URL)
+    hub.stall.set()
+    hub.answer = lambda *request: (b"<html>", {})
+    from_hub.forget()
+    with pytest.raises(Outage, match="not the Hub's"):
+        list_shards(URL)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(BadInput, match="HF_HUB_OFFLINE"):
+        list_shards(URL)
+
+
+# -----------------------------------------------------------------------------
+# Places
+
+
+@pytest.mark.parametrize("text", ["hf://org/data", "hf://datasets/org", "hf:/datasets/org/data", "hf://models/org/data/x",
+                                  "hf://datasets/org/data/a,b", "hf://datasets/org/data@/x", "hf//datasets/org/data"])
+def test_a_place_that_is_not_of_a_data_set_is_refused(text):
+    with pytest.raises(BadInput, match="hf://datasets/ORG/NAME/FOLDER"):
+        data_place(text)
+
+
+def test_nothing_is_written_to_the_hub():
+    with pytest.raises(BadInput, match="--checkpoint_mirror=hf.*the Hub is only read: give gs://"):
+        parse_flags([f"--checkpoint_mirror=hf://{REPO}"])
+    with pytest.raises(BadInput, match="not on this machine"):
+        expand_path(f"hf://{REPO}/out")
+
+
+def test_what_several_runs_share_names_a_commit(tmp_path):
+    for place, words in ((f"hf://{REPO}/a", "source x: dir.*@COMMIT/a"), (f"hf://{REPO}@main/a", "@COMMIT/a")):
+        (tmp_path / "mix.toml").write_text(f"[sources.x]\ndir = '{place}'\nweight = 1\n")
+        with pytest.raises(BadInput, match=words):
+            read_mixture(tmp_path / "mix.toml")
+        with pytest.raises(BadInput, match="@COMMIT/a"):
+            ablate.make_trial("variant", 0, [f"--val_dir={place}", "--run=x"])
+    place = f"hf://{REPO}@{'a' * 40}/a"
+    (tmp_path / "mix.toml").write_text(f"[sources.x]\ndir = '{place}'\nweight = 1\n")
+    assert read_mixture(tmp_path / "mix.toml").sources[0].place == place
