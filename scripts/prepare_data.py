@@ -29,6 +29,7 @@ from nanochat.common import (
 )
 from nanochat.corpus.build import CorpusFlags, Excluded, names, prepare
 from nanochat.corpus.debian import check_names, debian_sources
+from nanochat.corpus.hub_copies import fetch
 from nanochat.corpus.manifest import MANIFEST, TRAIN_DIR, VAL_DIR
 from nanochat.corpus.ray_cluster import find_address, ray_cluster
 from nanochat.corpus.sources import (
@@ -41,20 +42,23 @@ from nanochat.corpus.sources import (
 )
 from nanochat.corpus.tables import open_table, pieces
 from nanochat.corpus.workers import worker_pool
+from nanochat.data.bucket import data_place, pinned
+from nanochat.data.hub_files import on_hub
 from nanochat.judge.problems import digest, read_problems
 
 LOCK_FILE = ".prepare_data.lock"
 
 
 def paths(text):
-    """Returns the paths of --source. A comma does not divide the path of something that is there."""
-    return [text] if os.path.exists(os.path.expanduser(text)) else names(text)
+    """Returns the places of --source. A comma does not divide the path of something that is there."""
+    found = [text] if os.path.exists(os.path.expanduser(text)) else names(text)
+    return [data_place(name) if name.startswith("hf:") else name for name in found]
 
 
 @dataclass(frozen=True)
 class SourceFlags:
     source: list = flag((), "projects (directories, git checkouts, tarballs) or tables (parquet, JSON Lines), "
-                        "separated by commas", of=paths)
+                        "also hf://datasets/ORG/NAME/PATH, separated by commas", of=paths)
     text_column: str | None = flag(None, "column of the tables' text; default: text, content, code, contents or "
                                    "source_code", of=not_empty)
     where: str = flag("", "which rows of the tables, such as 'score >= 3 and language == \"C++\"'", of=not_empty)
@@ -82,9 +86,11 @@ def find_sources(flags, eval_only, cache_dir):
     """Returns all Sources that the SourceFlags name, in an order independent of the flags' order."""
     check_names(flags.debian_source, eval_only=eval_only)
     sources = open_projects(flags.projects_dir) if flags.projects_dir else []
-    for path in map(expand_path, flags.source):
+    for name in flags.source:
+        origin = pinned(name) if on_hub(name) else ""
+        path = fetch(origin, require_writable_dir(cache_dir / "hub")) if origin else expand_path(name)
         table = open_table(path, flags.text_column, flags.where)
-        sources.append(table or replace(open_source(path), is_own=True))
+        sources.append(replace(table or replace(open_source(path), is_own=True), origin=origin))
     if (flags.text_column or flags.where) and not any(source.table for source in sources):
         raise BadInput("--text_column and --where are for tables: name parquet or JSON Lines with --source, too")
     sources = list(chain.from_iterable(map(pieces, distinguish(sources))))
@@ -123,7 +129,8 @@ def hold_out_files(sources, flags):
         f"not trained on (--val_fraction={flags.val_fraction:g}; add a project to hold it out as a whole)")
     parts = {source.name: [file for file in source.files if file not in held_out],
              f"{source.name} (held out)": [*held_out, *filter(LICENCE_FILE.fullmatch, source.files)]}
-    train, val = (directory_source(name, source.directory, sorted(part), version=source.version, is_own=source.is_own)
+    train, val = (directory_source(name, source.directory, sorted(part), version=source.version, is_own=source.is_own,
+                                   origin=source.origin)
                   for name, part in parts.items())
     return [train, val], replace(flags, val_projects=[val.project])
 
@@ -131,7 +138,7 @@ def hold_out_files(sources, flags):
 def check_apart(sources, flags, out_dir):
     """Raises BadInput if `out_dir` is also a source: the next run would read its shards."""
     lock_file = out_dir.resolve() / LOCK_FILE
-    named = {expand_path(name).resolve() for name in flags.source}
+    named = {expand_path(name).resolve() for name in flags.source if not on_hub(name)}
     around = []
     for source in sources:
         directory = Path(source.directory)

@@ -19,6 +19,8 @@ def make_manifest(flags, sources, stats, val_projects, totals):
     for source, stat in zip(sources, stats, strict=True):
         side = VAL_DIR if source.project in val_projects else TRAIN_DIR
         entry = {"name": source.name, "version": source.version, "project": source.project, "side": side}
+        if source.origin:
+            entry["origin"] = source.origin
         if source.table:
             entry |= {"columns": dict(source.table.columns), "where": source.table.where}
         place = (source.name, source.directory) if source.table else source

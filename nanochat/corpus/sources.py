@@ -45,6 +45,7 @@ class Source:
     sha256s: tuple[str, ...] = ()  # of the archives, if their package states them
     is_own: bool = False  # named with --source: validation gets its project only if that is named, too
     table: Table | None = None
+    origin: str = ""  # the URL with the commit, if it was copied from the Hub
 
     @property
     def label(self):
@@ -59,7 +60,7 @@ class Source:
 
     def identity(self):
         """Returns everything that decides the documents of this source, as a dict."""
-        return {name: value for name, value in asdict(self).items() if name not in ("sha256s", "is_own")}
+        return {name: value for name, value in asdict(self).items() if name not in ("sha256s", "is_own", "origin")}
 
 
 @contextmanager

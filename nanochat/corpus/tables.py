@@ -211,7 +211,7 @@ def pieces(source):
         return [source]
     found = []
     for file, values in _partitions(source.files).items():
-        piece = directory_source(source.name, source.directory, [file])
+        piece = directory_source(source.name, source.directory, [file], origin=source.origin)
         groups = _row_groups(Path(source.directory, file))
         for row_groups in groups:
             table = replace(source.table, partitions=tuple(values.items()), row_groups=row_groups)

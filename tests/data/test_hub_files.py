@@ -18,6 +18,7 @@ from nanochat.run.stopping import EXIT_STATUS
 from nanochat.train.flags import parse_flags
 from scripts import ablate
 from tests.conftest import last_of_each
+from tests.corpus.projects import prepare, shard_hashes, stack_rows, write_table
 from tests.data import from_hub
 from tests.data.documents import write
 from tests.data.test_batches import stop_run
@@ -123,6 +124,27 @@ def test_a_run_that_is_stopped_resumes_with_the_same_losses_after_its_branch_has
     assert saved["data_dir"] == f"hf://{REPO}@{commit}/train" and saved["validation"] == f"hf://{REPO}@{commit}/val"
     assert f"hf://{REPO}@{commit}/train" in (directory / "run.toml").read_text()
     assert "hf_secret" not in process.stdout + process.stderr + (directory / "run.toml").read_text()
+
+
+def test_the_corpus_of_a_data_set_is_that_of_its_copy_on_disk(hub, tmp_path):
+    write_table(tmp_path / "mine/data/cpp/a.parquet", stack_rows("a", 30))
+    write_table(tmp_path / "mine/data/cpp/b.jsonl", stack_rows("b", 4))
+    commit = hub.push_folder(REPO, tmp_path / "mine")
+    hub.cuts = [1000, 0]
+    prepare(tmp_path / "disk", f"--source={tmp_path}/mine/data/cpp")
+    found = prepare(tmp_path / "hub", f"--source=hf://{REPO}/data/cpp")
+    assert shard_hashes(tmp_path / "hub") == shard_hashes(tmp_path / "disk")
+    assert found["sources"][0]["origin"] == f"hf://{REPO}@{commit}/data/cpp"
+    num_asked = len(hub.asked)
+    found = prepare(tmp_path / "file", f"--source=hf://{REPO}@{commit}/data/cpp/a.parquet")  # which is here already
+    assert found["totals"]["base_data_v3"]["documents"] < 60 and len(hub.asked) == num_asked + 1
+
+
+def test_a_file_that_leads_out_of_the_folder_is_not_copied(hub, tmp_path):
+    hub.push(REPO, {"data/../../../../x.parquet": b"PAR1"})
+    with pytest.raises(BadInput, match=r"--source=.*names a file 'data/\.\./"):
+        prepare(tmp_path / "out", f"--source=hf://{REPO}/data")
+    assert not list(tmp_path.rglob("x.parquet"))
 
 
 # -----------------------------------------------------------------------------
