@@ -113,6 +113,8 @@ def check_all(setting, plan, minutes):
 
 def run_limited(name, check, setting, limit_s):
     """Runs a check in a process of its own. Returns its Findings, with one more if it does not end well."""
+    log = setting.folder / f"{name}.log"
+    log.touch()  # for a process that ends before its first line
     process = get_context("spawn").Process(target=run_alone, args=(name, check, setting))
     process.start()
     try:
@@ -126,7 +128,7 @@ def run_limited(name, check, setting, limit_s):
     path = setting.folder / f"{name}.json"
     found = [Finding(**json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
     if status != 0:
-        words = (setting.folder / f"{name}.log").read_text(errors="replace").split()[-20:] if status else []
+        words = log.read_text(errors="replace").split()[-20:]
         figure = f"status {status}: {' '.join(words)}" if status else f"hangs, ended after {limit_s:.0f} s"
         found.append(Finding(f"{name} ends", False, anonymous(figure), f"within {limit_s:.0f} s",
                              "run" if name in ("machine", "collectives") else ""))
@@ -142,7 +144,7 @@ def run_alone(name, check, setting):
     """As a process: runs a check, and writes each Finding to the check's file at once."""
     begin_with_parent()
     os.setsid()
-    log = os.open(setting.folder / f"{name}.log", os.O_WRONLY | os.O_CREAT)
+    log = os.open(setting.folder / f"{name}.log", os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):
         os.dup2(log, stream.fileno())
     with open(setting.folder / f"{name}.json", "w") as file:

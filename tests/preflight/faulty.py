@@ -74,6 +74,13 @@ def slow_host(setting):
     return quick_host(setting)
 
 
+class NotThere:
+    """A check that the process of its own cannot even load."""
+
+    def __reduce__(self):
+        return int, ("no number",)
+
+
 def quick_host(setting):
     chip_runs.MOST_HEADERS = 200
     chip_runs.LOADER_S = 1

@@ -99,6 +99,11 @@ def test_a_rank_that_hangs_is_ended_and_named(setting):
     assert found["collectives ends"].breaks == "run" and "hangs" in found["collectives ends"].figure
 
 
+def test_a_check_whose_process_cannot_begin_is_named(setting):
+    (found,) = tpu_check.run_limited("machine", faulty.NotThere(), setting, 600)
+    assert found.what == "machine ends" and found.breaks == "run" and "status 1" in found.figure
+
+
 def test_a_kernel_with_a_wrong_sign_does_not_hold(setting):
     found = tpu_check.run_limited("kernels", faulty.kernels_with_wrong_sign, setting, 600)
     assert failed(found).keys() == {"flash, short rows, bfloat16", "flash, short rows, int8"} and len(found) == 5
