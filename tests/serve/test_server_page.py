@@ -2,6 +2,7 @@
 import base64
 import json
 import os
+import re
 import shutil
 import subprocess
 import threading
@@ -99,6 +100,9 @@ def test_the_page_shows_what_may_follow_and_tab_accepts_it(browser, client, tmp_
     browser.type("    ret")
     browser.wait_for(f"{GHOST} === 'urn a + b;'")
     browser.wait_for("/\\d+ tokens in .* read anew/.test(document.getElementById('status').textContent)")
+    status = browser.value("document.getElementById('status').textContent")
+    tokens, seconds, rate = map(float, re.match(r"(\d+) tokens in ([\d.]+) s, (\d+) a second", status).groups())
+    assert tokens / (seconds + 0.006) - 1 < rate < tokens / max(seconds - 0.006, 0.001) + 1  # both are rounded
     shown = browser.call("Page.captureScreenshot")["data"]
     (tmp_path / "page.png").write_bytes(base64.b64decode(shown))
     browser.type("ur")
