@@ -230,14 +230,15 @@ def draw_metric(runs, name, label, scale, axes):
     """Draws a metric of each run over tokens, or over the unit of the first run's task."""
     for index, run in enumerate(runs):
         steps, values = run.series(name)
-        style = {"color": f"C{index}", "linewidth": 1.4}
+        style = {"color": f"C{index}", "linewidth": 1.4, "label": run.name}
         if name == "loss" and len(values) > 2 * SMOOTH:
             axes.plot(run.work(steps), values, color=f"C{index}", linewidth=1, alpha=0.3)
             steps = steps[SMOOTH - 1:]
             values = np.convolve(values, np.full(SMOOTH, 1 / SMOOTH), "valid")
+            style["label"] += f", mean of {SMOOTH} steps"
         elif name == "val_bpb" or len(values) == 1:
             style["marker"] = "o"
-        axes.plot(run.work(steps), scale * values, label=run.name, **style)
+        axes.plot(run.work(steps), scale * values, **style)
         for record in run.interruptions():
             axes.axvline(run.work(record["step"]), color=f"C{index}", linestyle="--", linewidth=1)
     axes.set(xlabel=runs[0].unit, ylabel=label)
