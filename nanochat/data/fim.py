@@ -2,6 +2,9 @@
 
     BOS <|fim_prefix|> prefix <|fim_suffix|> suffix <|fim_middle|> middle <|file_sep|>
 
+With tokens that a public model lends (hub_tokenizer.LENT), suffix and prefix change places: the model has learned to
+continue a prefix, and need not learn first that <|fim_middle|> points back to it.
+
 The text is divided at characters, not at tokens, because an editor's cursor is usually inside a token of the whole
 text: only a tenth of the line starts are token boundaries. A token marks the end of the middle, because a document at
 the end of a full row would show no end. A document longer than a row is first cut at line starts into parts, each a
@@ -121,23 +124,24 @@ def check_fim(flag, tokenizer, seq_len):
                        f"is less than {MIN_SEQ_LEN}: give at least that, or leave it out")
 
 
-def fit_into_row(tokens, suffix, middle, row_tokens):
-    """Returns a list of documents with the text of one that may be longer than a row; suffix, middle: as in
-    encode_infills."""
+def fit_into_row(tokens, prefix, suffix, row_tokens):
+    """Returns a list of documents with the text of one that may be longer than a row. prefix, suffix: their slices of
+    the tokens (see encode_infills)."""
     # Surplus tokens at the end of the suffix, or else at the beginning of the prefix, become a document of their own,
     # from left to right. If both are too short for that, the whole text becomes one.
     excess = len(tokens) - row_tokens
     if excess <= 0:
         return [joined((tokens,))]
-    bos = tokens[:1]  # BOS <|fim_prefix|> … <|fim_suffix|> … <|fim_middle|> … <|file_sep|>
-    cut = middle - excess  # the suffix ends here
-    rest = 2 + excess  # the prefix begins here
-    if cut > suffix:
-        parts = [(tokens[:cut], tokens[middle:]), (bos, tokens[cut:middle])]
-    elif rest <= suffix:
-        parts = [(bos, tokens[2:rest]), (tokens[:2], tokens[rest:])]
+    bos = tokens[:1]
+    middle = slice(max(prefix.stop, suffix.stop) + 1, -1)
+    cut = suffix.stop - excess  # the suffix ends here
+    rest = prefix.start + excess  # the prefix begins here
+    if cut >= suffix.start:
+        parts = [(tokens[:cut], tokens[suffix.stop:]), (bos, tokens[cut:suffix.stop])]
+    elif rest <= prefix.stop:
+        parts = [(bos, tokens[prefix.start:rest]), (tokens[:prefix.start], tokens[rest:])]
     else:
-        parts = [(bos, tokens[2:suffix], tokens[middle + 1:-1], tokens[suffix + 1:middle])]
+        parts = [(bos, tokens[prefix], tokens[middle], tokens[suffix])]
     return [joined(part) for part in parts]
 
 

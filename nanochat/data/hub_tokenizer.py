@@ -64,6 +64,7 @@ def byte_of_character():
 class HubTokenizer:
     """Encodes and decodes text as tokenizer.Tokenizer does. Threads may share it and encode concurrently: encoding
     releases the GIL."""
+    suffix_first = False  # in a document with a gap
 
     def __init__(self, files):
         """files: {name: content} of FILES, as bytes. Raises ValueError, KeyError, TypeError or AttributeError if they
@@ -122,6 +123,7 @@ class HubTokenizer:
         self.lent = {}  # {our name: their name} of what is for gaps only by --fim_rate
         if "<|fim_middle|>" not in self.special_tokens and ids.keys() >= set(LENT.values()):
             self.lent = LENT
+            self.suffix_first = True
             self.special_tokens |= {ours: ids[name] for ours, name in LENT.items()}
         # Qwen's middles, and StarCoder's, end as their documents do.
         is_ours = self.lent or found[0] == "<|bos|>"
@@ -197,12 +199,18 @@ class HubTokenizer:
 
     def encode_infills(self, infills):
         """Returns what Tokenizer.encode_infills does."""
-        first, second, third = map(self.special, LENT)
+        before_prefix, before_suffix, before_middle = map(self.special, LENT)
         found = []
         for infill in infills:
             prefix, suffix, middle = (self.encode(text.encode("utf-8", "surrogateescape")) for text in infill)
-            ids = [self.bos_id, first, *prefix, second, *suffix, third, *middle, self.middle_end]
-            found.append((np.array(ids, np.uint32).data, 2 + len(prefix), 3 + len(prefix) + len(suffix)))
+            around = [before_prefix, *prefix, before_suffix, *suffix]
+            second = 2 + len(prefix)
+            if self.suffix_first:
+                around = [before_suffix, *suffix, before_prefix, *prefix]
+                second = 2 + len(suffix)
+            ids = [self.bos_id, *around, before_middle, *middle, self.middle_end]
+            places = slice(2, second), slice(second + 1, len(around) + 1)
+            found.append((np.array(ids, np.uint32).data, *(reversed(places) if self.suffix_first else places)))
         return found
 
     def decode_bytes(self, ids):

@@ -278,6 +278,8 @@ def settings_of(shards, tokenizer, infilling):
     settings = {"data": fingerprint(shards), "tokenizer": tokenizer.sha256}
     if infilling:
         settings |= {"fim_rate": infilling.rate, "fim_kinds": list(infilling.kinds)}
+        if tokenizer.suffix_first:
+            settings["suffix_first"] = True
     return settings
 
 

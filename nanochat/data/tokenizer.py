@@ -73,6 +73,7 @@ class Tokenizer:
     holes = ()  # ids that no token has
     losses = ""  # text that does not come back
     lent = {}  # see HubTokenizer
+    suffix_first = False  # in a document with a gap
 
     def __init__(self, mergeable_ranks, pattern, special_tokens):
         """Makes a tokenizer from {bytes: rank}, a regular expression that splits text, and {name: id}. Raises
@@ -129,8 +130,8 @@ class Tokenizer:
 
     # One call for all texts, not three for each document: after each call a thread waits for those that run Python.
     def encode_infills(self, infills):
-        """Returns (tokens, suffix, middle) of each Infill: BOS, and FIM_TOKENS before, between and after its three
-        texts, as a memoryview of uint32; and where <|fim_suffix|> and <|fim_middle|> are."""
+        """Returns (tokens, prefix, suffix) of each Infill: BOS, and FIM_TOKENS before, between and after its three
+        texts, as a memoryview of uint32; and the slices of the tokens of two texts."""
         texts = []
         for prefix, suffix, middle in infills:
             texts += ("<|bos|>", "<|fim_prefix|>", prefix, "<|fim_suffix|>", suffix, "<|fim_middle|>", middle,
@@ -146,14 +147,15 @@ class Tokenizer:
         found = []
         for first in range(0, len(marks), 5):
             begin, _, suffix, middle, end = marks[first:first + 5]
-            found.append((data[begin:end + 1], suffix - begin, middle - begin))
+            found.append((data[begin:end + 1], slice(2, suffix - begin), slice(suffix - begin + 1, middle - begin)))
         return found
 
     def _encode_infill(self, infill):
         prefix, suffix, middle = (self.encode_to_numpy(text.encode("utf-8", "surrogateescape")) for text in infill)
         marks = [self._marks[name] for name in FIM_TOKENS]
         tokens = joined((self._marks["<|bos|>"], marks[0], prefix, marks[1], suffix, marks[2], middle, marks[3]))
-        return tokens, 2 + len(prefix), 3 + len(prefix) + len(suffix)
+        second = 2 + len(prefix)
+        return tokens, slice(2, second), slice(second + 1, second + 1 + len(suffix))
 
     def _encode_malformed(self, data):
         """Returns the ids of bytes that are not UTF-8: one per malformed byte, and the text between as usual."""

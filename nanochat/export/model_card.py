@@ -113,7 +113,9 @@ def describe_gaps(tokenizer, share):
     if not share:
         return "This training was not for filling in the middle."
     prefix, suffix, middle = (tokenizer.decode([tokenizer.special(name)]) for name in FIM_TOKENS[:3])
-    return (f"Fill in the middle: `{prefix}text before{suffix}text after{middle}`. "
+    around = (f"{suffix}text after{prefix}text before" if tokenizer.suffix_first else
+              f"{prefix}text before{suffix}text after")
+    return (f"Fill in the middle: `{around}{middle}`. "
             f"`{tokenizer.decode([tokenizer.middle_end])}` ends the middle. The share of documents that had this form "
             f"in training: {share:g}.")
 

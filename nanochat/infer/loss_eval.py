@@ -155,7 +155,8 @@ def from_left_to_right(tokenizer, rows):
 
 
 def _is_suffix(tokenizer, rows):
-    return is_between(rows, tokenizer.special("<|fim_suffix|>"), tokenizer.special("<|fim_middle|>"))
+    following = "<|fim_prefix|>" if tokenizer.suffix_first else "<|fim_middle|>"
+    return is_between(rows, tokenizer.special("<|fim_suffix|>"), tokenizer.special(following))
 
 
 def _keep(chosen, rows, counts):

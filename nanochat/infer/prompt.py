@@ -4,7 +4,7 @@ A gap is the missing text between two texts, as at the cursor of an editor. The 
 
     BOS other files <|fim_prefix|> the lines before <|fim_suffix|> the text after <|fim_middle|> the line at the gap
 
-and the completion continues the line at the gap. Training shows no other files: a model that only reads them when it
+and the completion continues the line at the gap. (The suffix comes first for a tokenizer that says so.) Training shows no other files: a model that only reads them when it
 completes was better (dev/DECISIONS.md). Editors, the evaluation of code, the search and the benchmarks all use
 gap_prompt.
 """
@@ -110,7 +110,8 @@ def gap_prompt(tokenizer, prefix, suffix, room, extra=(), extra_tokens=0, window
     kept = last("prefix", before, room - count(after))
     if kept == before:  # the prefix leaves room
         after = first_tokens(tokenizer, suffix, room - count(kept))
-    head = [part for part in (BOS, *others, PREFIX, kept, SUFFIX, after, MIDDLE) if part]
+    around = (SUFFIX, after, PREFIX, kept) if tokenizer.suffix_first else (PREFIX, kept, SUFFIX, after)
+    head = [part for part in (BOS, *others, *around, MIDDLE) if part]
     return GapPrompt(head, line, kept + line, len(kept) < len(before) or len(after) < len(suffix))
 
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanochat.common import SOURCE, BadInput
-from nanochat.data.fim import check_fim
+from nanochat.data.fim import check_fim, fit_into_row
 from nanochat.data.hub_tokenizer import HubTokenizer
 from nanochat.data.tokenizer import FIM_TOKENS, SHIPPED_DIR, Infill, load_tokenizer
 from nanochat.export.tokenizer_json import tokenizer_json
@@ -179,18 +179,26 @@ INFILL = Infill("int a<|fim_suffix|>;\n", "\n}\n", "int b = 42;")
 
 def test_gaps_of_qwen_are_its_own_letter_for_letter(made):
     theirs, _, ours = made[hub.qwen]
-    [(tokens, suffix, middle)] = ours.encode_infills([INFILL._replace(prefix="int a;\n")])
+    [(tokens, _, suffix)] = ours.encode_infills([INFILL._replace(prefix="int a;\n")])
     text = "<|endoftext|><|fim_prefix|>int a;\n<|fim_suffix|>\n}\n<|fim_middle|>int b = 42;<|endoftext|>"
     assert tokens.tolist() == theirs.encode(text).ids and ours.decode(tokens) == text
-    assert (ours.decode([tokens[suffix]]), ours.decode([tokens[middle]])) == ("<|fim_suffix|>", "<|fim_middle|>")
+    assert (ours.decode([tokens[suffix.start - 1]]), ours.decode(tokens[suffix])) == ("<|fim_suffix|>", "\n}\n")
     prompt = gap_prompt(ours, "int a;\n", "\n}\n", 100)
-    assert encode_prompt(ours, prompt.parts)[0] == tokens[:middle + 1].tolist() and not ours.lent
+    assert encode_prompt(ours, prompt.parts)[0] == tokens[:suffix.stop + 1].tolist() and not ours.lent
 
 
-def test_a_tokenizer_without_tokens_for_gaps_lends_some(made):
+def test_a_tokenizer_without_tokens_for_gaps_lends_some_and_puts_the_suffix_first(made):
     theirs, _, ours = made[hub.smollm2]
-    [(tokens, _, _)] = ours.encode_infills([INFILL])
-    text = "<|endoftext|><jupyter_start>int a<|fim_suffix|>;\n<jupyter_text>\n}\n<jupyter_code>int b = 42;<file_sep>"
+    [(tokens, prefix, suffix)] = ours.encode_infills([INFILL])
+    text = "<|endoftext|><jupyter_text>\n}\n<jupyter_start>int a<|fim_suffix|>;\n<jupyter_code>int b = 42;<file_sep>"
+    assert (ours.decode(tokens[prefix]), ours.decode(tokens[suffix])) == INFILL[:2]
+    prompt = gap_prompt(ours, *INFILL[:2], 100)
+    assert encode_prompt(ours, prompt.parts)[0] == tokens[:prefix.stop + 1].tolist()
+    for row_tokens in range(2, len(tokens)):  # nothing is lost or doubled
+        parts = fit_into_row(tokens, prefix, suffix, row_tokens)
+        told = sorted(token for part in parts for token in part if token not in set(map(ours.special, FIM_TOKENS)))
+        assert told == sorted([*tokens[:1], *tokens[prefix], *tokens[suffix], *tokens[prefix.stop + 1:-1],
+                               *[ours.bos_id] * (len(parts) - 1)])
     assert ours.decode(tokens) == text and len(tokens) == 5 + sum(map(len, map(ours.encode, INFILL)))
     assert set(ours.lent) == set(FIM_TOKENS[:3])
     with pytest.raises(BadInput, match="--fim_rate=0.5 .*<|fim_prefix|>"):
