@@ -20,6 +20,7 @@ from nanochat.data.tokenizer import TokenizerFlags
 from nanochat.device.ranks import Dist
 from nanochat.export import export, llama, llama_cpp, model_card
 from nanochat.infer.load import load_model
+from nanochat.infer.prompt import fills_gaps
 from nanochat.record.history import read_run
 
 FORMATS = ("transformers", "safetensors")
@@ -75,6 +76,8 @@ def main(argv=None):
             raise  # run_script says so
         raise BadInput(f"--out={out} cannot be written ({error}) and is unchanged: name another place") from None
     print(f"{path} (step {meta.step}) is exported to {out}")
+    if is_gguf and tokenizer.suffix_first and fills_gaps(meta):
+        print("In its gaps the suffix comes first: start llama-server with --spm-infill")
     if is_gguf and flags.gguf != "q8_0":
         print(f"Fewer bits a weight: llama-quantize {out} {out.with_suffix('')}-Q4_K_M.gguf Q4_K_M")
     elif not is_gguf and flags.format == "transformers":

@@ -1,5 +1,6 @@
 """A model of the Llama family as a GGUF file, which llama.cpp runs. Written with the package gguf."""
 import json
+from dataclasses import replace
 
 import numpy as np
 
@@ -44,8 +45,10 @@ SPLITS = {
 
 # {key of llama.cpp: names in tokenizers, ours first} of the tokens around gaps
 GAPS = {"fim_pre": ("<|fim_prefix|>",), "fim_suf": ("<|fim_suffix|>",), "fim_mid": ("<|fim_middle|>",),
-        "fim_pad": ("<|fim_pad|>", "<fim_pad>"), "fim_rep": ("<|repo_name|>", "<repo_name>", "<reponame>"),
-        "fim_sep": ("<|file_sep|>",)}
+        "fim_pad": ("<|fim_pad|>", "<fim_pad>")}
+# The same for tokens before the names of a project and a file. If a token has such a name, /infill begins each prompt
+# with "myproject" and "filename". Only Qwen's Coder was trained with that; others then wrote "filename" into the gap.
+FILES = {"fim_rep": ("<|repo_name|>", "<repo_name>", "<reponame>"), "fim_sep": ("<|file_sep|>",)}
 
 
 def require_package():
@@ -101,8 +104,9 @@ def write_gguf(file, path, model, tokenizer, meta, kind):
     writer.add_file_type({"f16": gguf.LlamaFileType.MOSTLY_F16, "q8_0": gguf.LlamaFileType.MOSTLY_Q8_0}[kind])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     _add_sizes(writer, model.config)
-    _add_tokens(writer, tokenizer, model.config.vocab_size, split)
-    _add_special_tokens(writer, path, tokenizer, meta)
+    knows_files = fills_gaps(replace(meta, flags={}))  # before its import
+    _add_tokens(writer, tokenizer, model.config.vocab_size, split, knows_files)
+    _add_special_tokens(writer, path, tokenizer, meta, knows_files)
     for name, weight in _weights(model):
         data, stored_as = _stored(name, weight, kind)
         writer.add_tensor(name, data, raw_dtype=stored_as)
@@ -131,8 +135,8 @@ def _add_sizes(writer, config):
     writer.add_vocab_size(config.vocab_size)
 
 
-def _add_tokens(writer, tokenizer, rows, split):
-    """rows: of the embedding. llama.cpp wants a token, with a name of its own, for each."""
+def _add_tokens(writer, tokenizer, rows, split, knows_files):
+    """rows: of the embedding. llama.cpp wants a token, with a name of its own, for each. knows_files: see FILES."""
     from gguf import TokenType
     found = json.loads(tokenizer_json(tokenizer))
     added = {token["content"]: token["id"] for token in found.get("added_tokens") or ()}
@@ -143,6 +147,9 @@ def _add_tokens(writer, tokenizer, rows, split):
         kinds[number] = TokenType.USER_DEFINED
     for number in tokenizer.special_tokens.values():
         kinds[number] = TokenType.CONTROL
+    if not knows_files:
+        for name in set(sum(FILES.values(), ())) & set(tokens):
+            tokens[tokens.index(name)] = f"[{name}]"
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(split)
     writer.add_token_list(tokens)
@@ -151,7 +158,7 @@ def _add_tokens(writer, tokenizer, rows, split):
     writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in merges])
 
 
-def _add_special_tokens(writer, path, tokenizer, meta):
+def _add_special_tokens(writer, path, tokenizer, meta, knows_files):
     """What begins and ends texts, as the makers of the weights say it, the tokens around gaps, the chat template."""
     config = tokenizer.settings("tokenizer_config.json") if meta.source else {}
     generation = tokenizer.settings("generation_config.json") if meta.source else {}
@@ -173,7 +180,9 @@ def _add_special_tokens(writer, path, tokenizer, meta):
         writer.add_add_bos_token(bool(config.get("add_bos_token", _puts_bos_first(tokenizer))))
     writer.add_eos_token_id(id_of("eos", tokenizer.bos_id))
     if fills_gaps(meta) and "<|fim_middle|>" in tokenizer.special_tokens:
-        for key, names in GAPS.items():
+        if not knows_files:
+            writer.add_eot_token_id(tokenizer.middle_end)
+        for key, names in (GAPS | FILES if knows_files else GAPS).items():
             for name in [name for name in names if name in tokenizer.special_tokens][:1]:
                 writer.add_uint32(f"tokenizer.ggml.{key}_token_id", tokenizer.special_tokens[name])
     template = llama.small_files(path).get("chat_template.jinja", b"").decode() if meta.source else ""

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from nanochat.checkpoint import on_disk
+from nanochat.checkpoint.meta import load_meta
 from nanochat.checkpoint.saver import save_checkpoint
 from nanochat.common import BadInput
 from nanochat.data.tokenizer import load_tokenizer
@@ -125,7 +126,8 @@ def test_sizes_and_tokens_are_entries_that_llama_cpp_reads(tmp_path, base_dir, k
     assert found["general.license"] == "apache-2.0"
     ggml = {key.removeprefix("tokenizer.ggml."): value for key, value in found.items() if "tokenizer.ggml." in key}
     assert (ggml["model"], ggml["pre"]) == ("gpt2", split) and ggml["merges"] == ["i n", "in t"]
-    assert ggml["tokens"][256:268] == ["in", "int", *CONTROL, "    ", "[PAD267]"]
+    shown = [f"[{name}]" if name in ("<reponame>", "<repo_name>") else name for name in CONTROL]
+    assert ggml["tokens"][256:268] == ["in", "int", *shown, "    ", "[PAD267]"]
     normal, control, user_defined, unused = 1, 3, 4, 5
     assert ggml["token_type"] == [normal] * 258 + [control] * 8 + [user_defined] + [unused] * 21
     assert (ggml["bos_token_id"], ggml["eos_token_id"], ggml["add_bos_token"]) == (258, 259, False)
@@ -137,13 +139,24 @@ def test_gap_tokens_are_named_once_a_model_was_trained_with_them(tmp_path, base_
     change(imported(tmp_path), {"flags": {"fim_rate": 0.5}})
     found = entries(export_to(tmp_path / "a.gguf"))
     names = {"fim_pre": "<jupyter_start>", "fim_suf": "<jupyter_text>", "fim_mid": "<jupyter_code>",
-             "fim_rep": "<repo_name>", "fim_sep": "<file_sep>"}
+             "eot": "<file_sep>"}
     for key, name in names.items():
         assert found["tokenizer.ggml.tokens"][found[f"tokenizer.ggml.{key}_token_id"]] == name
-    assert "tokenizer.ggml.fim_pad_token_id" not in found
+    for key in ("fim_pad", "fim_rep", "fim_sep"):
+        assert f"tokenizer.ggml.{key}_token_id" not in found
     # Training puts <|endoftext|> before each document, and the source puts nothing before a text.
     assert found["tokenizer.ggml.tokens"][found["tokenizer.ggml.bos_token_id"]] == "<|endoftext|>"
     assert found["tokenizer.ggml.add_bos_token"] is True
+
+
+def test_only_a_coder_of_qwen_gets_names_of_files_before_a_gap(tmp_path, base_dir):
+    path = imported(tmp_path)
+    source = load_meta(path).source
+    change(path, {"source": source | {"model_type": "qwen2", "model": "Qwen/Qwen2.5-Coder-0.5B"}})
+    found = entries(export_to(tmp_path / "a.gguf"))
+    for key, name in {"fim_rep": "<repo_name>", "fim_sep": "<file_sep>"}.items():
+        assert found["tokenizer.ggml.tokens"][found[f"tokenizer.ggml.{key}_token_id"]] == name
+    assert "<reponame>" in found["tokenizer.ggml.tokens"] and "tokenizer.ggml.eot_token_id" not in found
 
 
 def test_a_model_from_nothing_begins_and_ends_texts_as_in_its_training(tmp_path, base_dir):
