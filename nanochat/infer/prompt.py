@@ -5,8 +5,8 @@ A gap is the missing text between two texts, as at the cursor of an editor. The 
     BOS other files <|fim_prefix|> the lines before <|fim_suffix|> the text after <|fim_middle|> the line at the gap
 
 and the completion continues the line at the gap. For a tokenizer that lends its tokens, suffix and prefix change
-places. Training shows no other files: a model that only reads them when it completes was better (dev/DECISIONS.md). Editors,
-the evaluation of code, the search and the benchmarks all use gap_prompt.
+places. Training shows no other files: a model that only reads them when it completes was better (dev/DECISIONS.md).
+Editors, the evaluation of code, the search and the benchmarks all use gap_prompt.
 """
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
