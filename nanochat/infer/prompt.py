@@ -4,9 +4,13 @@ A gap is the missing text between two texts, as at the cursor of an editor. The 
 
     BOS other files <|fim_prefix|> the lines before <|fim_suffix|> the text after <|fim_middle|> the line at the gap
 
-and the completion continues the line at the gap. For a tokenizer that lends its tokens, suffix and prefix change
-places. Training shows no other files: a model that only reads them when it completes was better (dev/DECISIONS.md).
-Editors, the evaluation of code, the search and the benchmarks all use gap_prompt.
+and the completion continues the line at the gap. A public model that lends its tokens gets
+
+    BOS other files <|fim_suffix|> the text after <|fim_prefix|> the text before
+
+because it continues text well, and a <|fim_middle|> that it has hardly learned makes it worse (dev/DECISIONS.md).
+Training shows no other files: a model that only reads them when it completes was better (dev/DECISIONS.md). Editors,
+the evaluation of code, the search and the benchmarks all use gap_prompt.
 """
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
@@ -110,9 +114,13 @@ def gap_prompt(tokenizer, prefix, suffix, room, extra=(), extra_tokens=0, window
     kept = last("prefix", before, room - count(after))
     if kept == before:  # the prefix leaves room
         after = first_tokens(tokenizer, suffix, room - count(kept))
-    around = (SUFFIX, after, PREFIX, kept) if tokenizer.suffix_first else (PREFIX, kept, SUFFIX, after)
-    head = [part for part in (BOS, *others, *around, MIDDLE) if part]
-    return GapPrompt(head, line, kept + line, len(kept) < len(before) or len(after) < len(suffix))
+    read = kept + line
+    if tokenizer.suffix_first:
+        head = [part for part in (BOS, *others, SUFFIX, after, PREFIX) if part]
+        line = read
+    else:
+        head = [part for part in (BOS, *others, PREFIX, kept, SUFFIX, after, MIDDLE) if part]
+    return GapPrompt(head, line, read, len(kept) < len(before) or len(after) < len(suffix))
 
 
 def other_files(tokenizer, extra, most):
