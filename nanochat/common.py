@@ -142,6 +142,11 @@ def prepare_output():
             stream.reconfigure(errors="backslashreplace")
 
 
+def counted(number, noun):
+    """Returns how many there are: "1 shard", "2 shards"."""
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
 def say_error(error):
     """Prints run_script's line for an error, and returns the exit status; None for other errors."""
     if isinstance(error, BadInput | Failure):

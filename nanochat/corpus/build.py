@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from nanochat.common import BadInput, flag, say, written_whole
+from nanochat.common import BadInput, counted, flag, say, written_whole
 from nanochat.corpus import corpus, manifest
 from nanochat.corpus.duplicates import find_duplicates
 from nanochat.corpus.filters import parse_filters
@@ -168,7 +168,7 @@ def scan_all(sources, options, scans_dir, run):
     # Largest first, so that no worker reads a large source at the end while the others are idle.
     largest_first = sorted(sources, key=lambda source: -source.nbytes)
     calls = [(source, scans_dir, options) for source in largest_first]
-    with Progress(f"reading {len(sources)} sources", total_bytes(sources)) as bar:
+    with Progress(f"reading {counted(len(sources), 'source')}", total_bytes(sources)) as bar:
         def done(i, directory):
             require_seen(directory)
             directories[largest_first[i]] = directory
@@ -248,7 +248,7 @@ def write_shards(index, sides, flags, staging, run):
         for number, parts in enumerate(corpus.plan_shards(index, side, flags.shard_bytes)):
             calls.append((staging / name / f"shard_{number:05d}.parquet", parts))
     shards = {}
-    with Progress(f"writing {len(calls)} shards", nbytes) as bar:
+    with Progress(f"writing {counted(len(calls), 'shard')}", nbytes) as bar:
         def done(i, description):
             path = calls[i][0]
             require_seen(path)

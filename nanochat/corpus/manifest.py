@@ -5,7 +5,7 @@ from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 
-from nanochat.common import BadInput, say
+from nanochat.common import BadInput, counted, say
 from nanochat.corpus import corpus
 
 TRAIN_DIR = "base_data_v3"
@@ -106,11 +106,11 @@ def check_out_dir(out_dir):
 
 
 def report(manifest, out_dir):
-    print(f"read {sum(source['files'] for source in manifest['sources'])} files of {len(manifest['sources'])} sources; "
-          f"dropped {counts(manifest['dropped'])}")
+    print(f"read {sum(source['files'] for source in manifest['sources'])} files of "
+          f"{counted(len(manifest['sources']), 'source')}; dropped {counts(manifest['dropped'])}")
     for name, total in manifest["totals"].items():
         print(f"{out_dir / name}: {total['documents']} documents, {total['bytes'] / 1e6:.1f} MB of text, "
-              f"{total['shards']} shards")
+              f"{counted(total['shards'], 'shard')}")
     if manifest["val_projects"]:
         say(f"projects held out for validation: {', '.join(manifest['val_projects'])}")
     print(f"versions, licences and numbers of files: {out_dir / MANIFEST}")
