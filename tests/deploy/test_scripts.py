@@ -124,8 +124,8 @@ def test_the_example_of_tpu_env_has_every_variable_that_is_read_each_with_a_comm
         on_vm = path.read_text() if path.stem == "on_vm" else "".join(
             re.findall(r"<<'END'(.*?)^END$", path.read_text(), re.DOTALL | re.MULTILINE))
         read |= set(re.findall(r"\$\{([A-Z][A-Z_]+):-", on_vm))
-    # the system, torchrun and the TPU's software set these
-    read -= {"HOME", "RANK", "LOCAL_RANK", "WORLD_SIZE", "TPU_WORKER_HOSTNAMES", "TPU_WORKER_ID"}
+    # the system, torchrun and the TPU's software set these, and no Ray runs on a VM
+    read -= {"RAY_AUTH_MODE", "HOME", "RANK", "LOCAL_RANK", "WORLD_SIZE", "TPU_WORKER_HOSTNAMES", "TPU_WORKER_ID"}
     for package, name in (("wandb", "WANDB_API_KEY"), ("wandb", "WANDB_MODE"), ("libtpu", "LIBTPU_INIT_ARGS")):
         if spec := importlib.util.find_spec(package):
             files = [*Path(spec.origin).parent.glob("env.py"), *Path(spec.origin).parent.glob("libtpu.so")]

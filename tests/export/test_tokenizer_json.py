@@ -27,7 +27,7 @@ def test_an_exported_tokenizer_is_read_back_with_the_same_ids_and_borders(tmp_pa
 
 def test_the_card_says_how_to_fill_gaps_in_the_names_of_the_tokenizer():
     card = describe_gaps(hub.hub_tokenizer(hub.smollm2), 0.5)
-    assert "`<jupyter_start>text before<jupyter_text>text after<jupyter_code>`. `<file_sep>` ends" in card
+    assert "`<jupyter_text>text after<jupyter_start>text before<jupyter_code>`. `<file_sep>` ends" in card
     assert "<|fim_middle|>`. `<|endoftext|>` ends" in describe_gaps(hub.hub_tokenizer(hub.qwen), 0.5)
     assert "<|fim_middle|>`. `<|file_sep|>` ends" in describe_gaps(load_tokenizer(), 0.5)
     assert "not for filling" in describe_gaps(hub.hub_tokenizer(hub.llama3), 0.0)
