@@ -136,7 +136,7 @@ def _rewind(path, resume_step, console):
 class Reader:
     """Hands records to a library in the background."""
 
-    def __init__(self, name, read, **arguments):
+    def __init__(self, name, read, /, **arguments):
         """name: the library's. read: called in a thread of its own, with an iterator of the records and `arguments`."""
         self._name = name
         self._queue = queue.Queue(QUEUE_RECORDS)

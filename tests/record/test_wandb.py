@@ -11,8 +11,8 @@ WANDB_RUN = """
 import sys
 from nanochat.record import metrics
 metrics.WANDB_TIMEOUT_S = 2
-wandb = metrics.Reader("WandB", metrics.send_to_wandb, id="abcd1234", project="nanochat", config={"depth": 4},
-                       dir=sys.argv[1])
+wandb = metrics.Reader("WandB", metrics.send_to_wandb, id="abcd1234", name="run", project="nanochat",
+                       config={"depth": 4}, dir=sys.argv[1])
 logger = metrics.MetricsLogger(sys.argv[1], readers=[wandb])
 for step in range(1, 101):
     logger.log(step, {"loss": 1 / step})
@@ -47,7 +47,7 @@ def test_wandb_takes_steps_that_it_has_already_after_a_resume(tmp_path):
     code = """
 import sys
 from nanochat.record.metrics import Reader, send_to_wandb
-wandb = Reader("WandB", send_to_wandb, id="abcd1234", project="nanochat", dir=sys.argv[1])
+wandb = Reader("WandB", send_to_wandb, id="abcd1234", name="run", project="nanochat", dir=sys.argv[1])
 for number, step in enumerate((1, 2, 3, 2, 3, 4)):  # WandB has step 3, and the checkpoint is of step 1
     wandb.log({"step": step, "loss": 87654320 + number})
 wandb.finish(30)
