@@ -8,8 +8,8 @@ accepts a completion, or the first line of one, with one key, if exactly this te
 the next key. The typing is simulated; the time of a completion is measured.
 
 The model completes with copies of the file, as scripts.serve does, and without; copies are offered without a model; and
-nothing is completed. With --llama_cpp=http://127.0.0.1:PORT, a server of llama.cpp stands for the model, and no
-checkpoint is read.
+nothing is completed. With --patient, a completion takes no time: what it says counts, and not the machine. With
+--llama_cpp=http://127.0.0.1:PORT, a server of llama.cpp stands for the model, and no checkpoint is read.
 """
 import json
 import random
@@ -34,6 +34,7 @@ PAUSE_S = 0.5
 SIGMA = 0.7
 EDITOR_WAITS_S = 0.1  # without a key, before it asks
 MISTAKES = 0.02  # of keys
+LINES_BEFORE, LINES_AFTER = 64, 16  # that llama.cpp sees
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class Flags(TextFlags):
     lines: int = flag(8, "lines of a block", at_least=1, at_most=1000)
     max_tokens: int = flag(48, "most tokens of a completion", at_least=1, at_most=1024)
     llama_cpp: str = flag("", "address of llama.cpp's server, whose completions are tried instead of the checkpoint's")
+    patient: bool = flag(False, "completions take no time")
     no_gaps: bool = flag(False, "show llama.cpp the text before the cursor only, for a model without tokens of gaps")
 
 
@@ -174,8 +176,12 @@ def asks_llama_cpp(flags):
 
     @cache
     def ask(before, after):
+        before = "".join(before.splitlines(keepends=True)[-LINES_BEFORE:])
+        after = "".join(after.splitlines(keepends=True)[:LINES_AFTER])
         head, newline, line = before.rpartition("\n")
-        options = {"n_predict": flags.max_tokens, "temperature": 0, "cache_prompt": True, "t_max_predict_ms": 250}
+        options = {"n_predict": flags.max_tokens, "temperature": 0, "cache_prompt": True}
+        if not flags.patient:
+            options["t_max_predict_ms"] = 250
         begun = time.perf_counter()
         if flags.no_gaps:
             text = post("/completion", prompt=before, **options)
@@ -219,11 +225,13 @@ def main(argv=None):
         completer = load_completer(of_model, path, 0, dist)
         ask = asks(completer, flags.max_tokens)
         alone = asks(replace(completer, copies=False, windows={}), flags.max_tokens)
+    def in_no_time(ask):
+        return lambda *place: (ask(*place)[0], 0.0)
+
     contenders = {
-        "the model, with copies": ask,
-        "the same, if it took no time": lambda *place: (ask(*place)[0], 0.0),
-        "the model alone": alone,
-        "copies alone": lambda *place: (copied(*place)[0], 0.0),
+        "the model, with copies": in_no_time(ask) if flags.patient else ask,
+        "the model alone": in_no_time(alone) if flags.patient else alone,
+        "copies alone": in_no_time(copied),
         "nothing": lambda *place: ("", 0.0),
     }
     people = {name: Person(complete) for name, complete in contenders.items()}

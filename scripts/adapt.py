@@ -186,8 +186,8 @@ def training_flags(flags, path, meta, steps, folder, eval_tokens=EVAL_TOKENS):
 # the pace of the first training instead: its factor for the length, and its decay in a step.
 def rate_flags(flags, meta, steps):
     """Returns the flags of the rates and the decay of a training of so many steps."""
-    if scale := meta.model_config.adapting_scale:
-        return [f"--lr_scale={scale * flags.rate / RATE:g}"]
+    if meta.model_config.has_begun_rate:
+        return [f"--lr_scale={flags.rate / RATE:g}"]
     saved = meta.flags
     rate_horizon = saved.get("rate_horizon", -1)  # see StartFlags
     horizon = next(n for n in (rate_horizon, saved["num_iterations"], meta.step) if n > 0)

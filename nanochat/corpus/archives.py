@@ -1,12 +1,13 @@
 """Reads tarballs and Debian's diffs as streams, and unpacks nothing to disk.
 
 A cut or damaged archive is an error wherever the damage is, and never a shorter archive. Archives may come from
-anywhere, so reading is bounded by the size of the archive.
+anywhere, so no length in one is trusted: reading is bounded.
 """
 import bz2
 import gzip
 import hashlib
 import lzma
+import math
 import re
 import tarfile
 import zlib
@@ -18,6 +19,8 @@ from nanochat.common import BadInput
 
 TARBALL = re.compile(r"\.(?:tar\.|t)(gz|bz2|xz|lzma|zst)$|\.tar$")
 MAX_RATIO, RATIO_FREE_BYTES = 200, 1 << 30  # source code shrinks to a fifth; a file of zeros to a thousandth or less
+MAX_PATH_BYTES = 4096  # PATH_MAX of Linux
+MAX_HEADER_BYTES = 1 << 20  # of the attributes that a tarball holds for one file
 MAX_LICENCE_BYTES = 16 << 20  # longer files are no licences
 
 
@@ -93,6 +96,20 @@ class _Header(tarfile.TarInfo):
     # An archive ends with blocks of zeros, and only another archive may follow them.
 
     @classmethod
+    def frombuf(cls, buf, encoding, errors):
+        header = super().frombuf(buf, encoding, errors)
+        # tarfile reads the contents of headers of these kinds into memory in one go, whatever size they claim. So the
+        # claim is checked first.
+        most = math.inf
+        if header.type in (tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK):
+            most = MAX_PATH_BYTES
+        elif header.type in (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE):
+            most = MAX_HEADER_BYTES
+        if not 0 <= header.size <= most:
+            raise tarfile.ReadError(f"a header claims {header.size} bytes")
+        return header
+
+    @classmethod
     def fromtarfile(cls, tar):
         # Only an archive that has closed with a block of zeros may run out of bytes.
         try:
@@ -107,6 +124,8 @@ class _Header(tarfile.TarInfo):
         except tarfile.HeaderError as error:
             raise tarfile.ReadError(f"the header at byte {tar.offset} is damaged: {error}") from None
         tar.has_ended = False
+        if len(header.name) > MAX_PATH_BYTES:
+            raise tarfile.ReadError(f"a path has {len(header.name)} characters")
         return header
 
 
@@ -156,12 +175,15 @@ def unpacked(kind, raw):
 def _iter_debian_diff(stream):
     """Yields debian/copyright, from the diff that contains debian/ in source packages of format 1.0."""
     copyright_lines = []
+    nbytes = 0
     inside = False
     while line := stream.readline(MAX_LICENCE_BYTES):
         # debian/ is only on the new side of this diff, so the added lines of a file are the whole file.
         if line.startswith(b"+++ "):
             inside = b"".join(line.split()[1:2]).split(b"/", 1)[-1] == b"debian/copyright"
         elif inside and line.startswith(b"+"):
-            copyright_lines.append(line[1:])
+            nbytes += len(line)
+            if nbytes <= MAX_LICENCE_BYTES:
+                copyright_lines.append(line[1:])
     text = b"".join(copyright_lines)
     yield "debian/copyright", len(text), lambda: text

@@ -69,6 +69,10 @@ def _download(names, cache_dir):
     options = _private_apt(cache_dir / ".apt")
     listing = _apt(["source", "--print-uris", "--only-source", *names], options, timeout_s=UPDATE_TIMEOUT_S)
     nbytes = sum(int(size) for size in re.findall(r"^'\S+' \S+ (\d+)", listing, re.MULTILINE))
+    free = shutil.disk_usage(cache_dir).free
+    if nbytes > free:
+        raise BadInput(f"downloads of {nbytes / 1e6:.0f} MB do not fit into {cache_dir}, which has {free / 1e6:.0f} MB "
+                       "free: choose another --cache_dir")
 
     def download(name):
         partial = cache_dir / f".{name}.partial"

@@ -65,8 +65,8 @@ def default_extra_tokens(meta):
 @dataclass(frozen=True)
 class GapPrompt:
     """The prompt for a gap, cut to the room that the model has."""
-    head: list  # texts and Specials, up to the line at the gap
-    line: str  # the beginning of that line, which the completion continues
+    head: list  # texts and Specials, up to `line`
+    line: str  # what the completion continues: the beginning of that line, or `before` if the suffix came first
     before: str  # the part of the prefix that is read, with `line`
     is_cut: bool  # the prefix or the suffix did not fit
 

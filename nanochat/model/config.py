@@ -53,7 +53,7 @@ class GPTConfig:
     weights = WEIGHTS
     new_model = GPT
     has_layer_by_hand = True
-    adapting_scale = None
+    has_begun_rate = False
     # Whose learning rates describe_plan prints
     rates_of = {"matrices": "attn_q", "embedding": "wte", "head": "lm_head", "value table": "value_table",
                 "scales of the embedding": "x0_scale"}

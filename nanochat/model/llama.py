@@ -126,8 +126,7 @@ class LlamaConfig:
     weights = WEIGHTS
     new_model = Llama
     has_layer_by_hand = False
-    # 1e-4: SmolLM2-135M on leveldb went from 0.778 to 0.620 bits per byte of held-out files in 49 steps of 1,024 tokens
-    adapting_scale = 1.0
+    has_begun_rate = True
     rates_of = {"all weights": "wte"}
     # What a GPT may have
     softcap = 0.0

@@ -9,7 +9,7 @@ engine and preflight know a model by its config alone. What they ask of it, besi
 | `weights` | the table of its weights |
 | `rules(…)`, `rates_of` | how each weight is updated |
 | `rotary_tables()`, `windows()`, `adds_values()` | what layers get beside their weights |
-| `adapting_scale` | the --lr_scale of scripts.adapt; None: the rates of the run before count |
+| `has_begun_rate` | whether trained weights go on at a rate of their own; else the rates of their run count |
 | `has_layer_by_hand` | whether the kernel `flash` has its layer |
 | `require_flags(flags)` | raises BadInput for flags that it does not have |
 | `with_rows(max_seq_len)` | the same model for other rows, if it allows that |

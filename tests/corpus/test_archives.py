@@ -111,6 +111,16 @@ def test_an_archive_that_unpacks_to_far_more_than_its_size_is_refused(tmp_path, 
     assert len(files_of(path)) == NUM_FILES  # real text does not shrink so much
 
 
+@pytest.mark.parametrize("tar_format, name, claim", [
+    (tarfile.GNU_FORMAT, "a/" + "x" * 5000, "a header claims"), (tarfile.PAX_FORMAT, "a/" + "é" * 5000, "a path has"),
+    (tarfile.PAX_FORMAT, "a/" + "é" * (1 << 20), "a header claims")])
+def test_a_path_without_end_is_refused(tmp_path, tar_format, name, claim):
+    with tarfile.open(tmp_path / "a.tar", "w", format=tar_format) as tar:
+        tar.addfile(tarfile.TarInfo(name), io.BytesIO())
+    with pytest.raises(BadInput, match=claim):
+        files_of(tmp_path / "a.tar")
+
+
 def test_a_file_that_claims_more_bytes_than_any_disk_has_ends_at_once(tmp_path):
     info = tarfile.TarInfo("a/x.c")
     info.size = 1 << 60
