@@ -13,7 +13,7 @@ from nanochat.corpus.duplicates import find_duplicates
 from nanochat.corpus.filters import parse_filters
 from nanochat.corpus.manifest import MANIFEST, TRAIN_DIR, VAL_DIR, all_dropped
 from nanochat.corpus.runs import load_index
-from nanochat.corpus.scan import HELD_OUT, RECIPE, ScanOptions, scan, telling_sequences
+from nanochat.corpus.scan import HELD_OUT, RECIPE, STATS, ScanOptions, scan, telling_sequences
 from nanochat.record.progress import Progress
 
 
@@ -64,8 +64,9 @@ def prepare(sources, flags, excluded, engine, out_dir):
             return
         manifest.check_out_dir(out_dir)
         staging.mkdir(parents=True, exist_ok=True)
+        for other in set(work_dir.iterdir()) - {staging}:  # the unfinished work of another command
+            shutil.rmtree(other, ignore_errors=True)
         require_disk(staging, total_bytes(sources))
-        remove_leftovers(work_dir)
         with engine as run:
             made = build(sources, flags, excluded, run, staging)
         with written_whole(staging / MANIFEST) as path:
@@ -91,10 +92,10 @@ def build(sources, flags, excluded, run, staging):
     val_fraction = 0 if flags.eval_only or flags.val_projects else flags.val_fraction
     options = ScanOptions(flags.seed, flags.max_file_bytes, telling_sequences(excluded.texts), val_fraction,
                           flags.filters, flags.licences)
-    directories, stats = scan_all(sources, options, staging.parent / "scans", run)
+    folders, stats = scan_all(sources, options, staging / "scans", run)
     val_projects = split_projects(sources, stats, flags)
     is_val = np.array([source.project in val_projects for source in sources])
-    index, sides = unique_documents(directories, stats, is_val, flags, run)
+    index, sides = unique_documents(folders, stats, is_val, flags)
     shards = write_shards(index, sides, flags, staging, run)
     totals = {}
     for name, side in sides.items():
@@ -135,15 +136,6 @@ def total_bytes(sources):
     return sum(source.nbytes for source in sources)
 
 
-def remove_leftovers(work_dir):
-    """Removes the unfinished files of a killed run."""
-    for leftover in list(work_dir.rglob("*.partial")):
-        if leftover.is_dir():
-            shutil.rmtree(leftover, ignore_errors=True)  # a node of a cluster may still write there
-        else:
-            leftover.unlink(missing_ok=True)
-
-
 def require_disk(directory, nbytes):
     """Raises BadInput unless `nbytes` are free in `directory`."""
     free = shutil.disk_usage(directory).free
@@ -162,21 +154,21 @@ def require_seen(path):
 # The steps
 
 
-def scan_all(sources, options, scans_dir, run):
-    """Scans every source. Returns the directories of their runs and their statistics, in the order of `sources`."""
-    directories = {}
+def scan_all(sources, options, scans, run):
+    """Scans every source. Returns the folders of their runs and their statistics, in the order of `sources`."""
+    folders = [scans / f"{i:05d}" for i in range(len(sources))]
+    stats = [None] * len(sources)
     # Largest first, so that no worker reads a large source at the end while the others are idle.
-    largest_first = sorted(sources, key=lambda source: -source.nbytes)
-    calls = [(source, scans_dir, options) for source in largest_first]
+    largest_first = sorted(range(len(sources)), key=lambda i: -sources[i].nbytes)
     with Progress(f"reading {counted(len(sources), 'source')}", total_bytes(sources)) as bar:
-        def done(i, directory):
-            require_seen(directory)
-            directories[largest_first[i]] = directory
-            bar.update(largest_first[i].nbytes)
+        def done(number, found):
+            i = largest_first[number]
+            require_seen(folders[i] / STATS)
+            stats[i] = found
+            bar.update(sources[i].nbytes)
 
-        run(scan, calls, done)
-    in_order = [directories[source] for source in sources]
-    return in_order, [json.loads((directory / "stats.json").read_text()) for directory in in_order]
+        run(scan, [(sources[i], folders[i], options) for i in largest_first], done)
+    return folders, stats
 
 
 def split_projects(sources, stats, flags):
@@ -207,20 +199,19 @@ def split_projects(sources, stats, flags):
     return chosen
 
 
-def unique_documents(directories, stats, is_val, flags, run):
+def unique_documents(folders, stats, is_val, flags):
     """Returns the Index of all documents, and {folder: (N,) bool, which of them are in it}, without duplicates, which
     are counted in `stats`. Raises BadInput if a folder would be empty. is_val: (sources,) bool. Validation comes first:
     it stays whole, and training loses the copies."""
     runs = []  # (not held out, number of the source, path)
-    for i, directory in enumerate(directories):
-        for path in directory.glob("run_*.parquet"):
+    for i, folder in enumerate(folders):
+        for path in folder.glob("run_*.parquet"):
             is_held_out = is_val[i] or path.name.endswith(HELD_OUT)
             runs.append((not is_held_out, i, path))
     runs.sort()
     is_train, numbers, paths = map(list, zip(*runs, strict=True))
     index = load_index(paths)
-    with Progress("looking for duplicates", 100, "%") as bar:
-        exact, near = find_duplicates(index, run, lambda part: bar.update(100 * part))
+    exact, near = find_duplicates(index)
     source = np.array(numbers)[index.run]  # (documents,)
     for i, stat in enumerate(stats):
         stat["dropped"]["exact_duplicate"] = int(exact[source == i].sum())

@@ -10,6 +10,7 @@ import numpy as np
 from rensa import RMinHash
 
 from nanochat.corpus.runs import BANDS, NUM_PERMUTATIONS, VALUES_PER_BAND, parts_of, read_column, read_parts
+from nanochat.record.progress import Progress
 
 # With 16 bands of 8 values, pairs of similarity 0.8 are found with probability 0.95.
 NEAR_DUPLICATE_SIMILARITY = 0.8  # estimated Jaccard similarity of the sets of 5-word sequences
@@ -36,36 +37,23 @@ def bands(signature):
     return dict(zip(BANDS, numbers.tolist(), strict=True))
 
 
-def find_duplicates(index, run, done):
-    """Returns two (N,) bool arrays: the documents equal to an earlier one in the Index, and those similar to one.
-
-    run: as worker_pool yields it, here or on other machines that see the runs. done(fraction): is called with each part
-    of the whole work.
-    """
+def find_duplicates(index):
+    """Returns two (N,) bool arrays: the documents equal to an earlier one in the Index, and those similar to one."""
     own = np.arange(len(index.key))
     exact = _first_alike(index.key) != own
-    pairs = np.empty(0, np.int64)  # first document × N + document; one that several bands have found is compared once
-    # This process reads one band at a time, and holds about 0.1 kB for each document. The signatures, 0.5 kB each, are
-    # read by the tasks that compare them.
-    for band in BANDS:
-        first = _first_alike(np.concatenate(read_column(index.runs, band)))
-        chosen = np.flatnonzero((first != own) & ~exact)
-        pairs = np.union1d(pairs, first[chosen] * len(own) + chosen)
-        done(0.5 / len(BANDS))
-    first, document = np.divmod(pairs, len(own))
-    calls = []
-    for begin in range(0, len(pairs), COMPARED_AT_ONCE):
-        some = slice(begin, begin + COMPARED_AT_ONCE)
-        calls.append((*_places(index, first[some]), *_places(index, document[some])))
     near = np.zeros(len(own), bool)
-
-    def note(i, is_similar):
-        near[document[i * COMPARED_AT_ONCE:][:len(is_similar)][is_similar]] = True
-        done(0.5 / len(calls))
-
-    run(are_similar, calls, note)
-    if not calls:
-        done(0.5)
+    pairs = np.empty(0, np.int64)  # first document × N + document; one that several bands have found is compared once
+    # Memory holds one band at a time, about 0.1 kB for each document, and the signatures, 0.5 kB each, of some pairs.
+    with Progress("looking for duplicates", len(BANDS), "") as bar:
+        for band in BANDS:
+            first = _first_alike(np.concatenate(read_column(index.runs, band)))
+            chosen = np.flatnonzero((first != own) & ~exact)
+            pairs = np.union1d(pairs, first[chosen] * len(own) + chosen)
+            bar.update(1)
+    for begin in range(0, len(pairs), COMPARED_AT_ONCE):
+        first, document = np.divmod(pairs[begin:begin + COMPARED_AT_ONCE], len(own))
+        similarity = (_signatures(index, first) == _signatures(index, document)).mean(axis=1)
+        near[document[similarity >= NEAR_DUPLICATE_SIMILARITY]] = True
     return exact, near
 
 
@@ -75,19 +63,8 @@ def _first_alike(numbers):
     return first[group]
 
 
-def _places(index, documents):
-    """Returns the different ones of `documents` as parts_of, and the place of each document among them."""
+def _signatures(index, documents):
+    """Returns the signatures of documents of the Index, (documents, NUM_PERMUTATIONS)."""
     different, place = np.unique(documents, return_inverse=True)
-    return parts_of(index, different), place
-
-
-def are_similar(first_parts, first_place, other_parts, other_place):
-    """Returns for each pair of documents whether their signatures are similar. parts, place: as _places returns."""
-    first = _signatures(first_parts)[first_place]
-    other = _signatures(other_parts)[other_place]
-    return (first == other).mean(axis=1) >= NEAR_DUPLICATE_SIMILARITY
-
-
-def _signatures(parts):
-    column = read_parts(parts, ["signature"])["signature"]
-    return np.frombuffer(b"".join(column.to_pylist()), np.uint32).reshape(-1, NUM_PERMUTATIONS)
+    column = read_parts(parts_of(index, different), ["signature"])["signature"]
+    return np.frombuffer(b"".join(column.to_pylist()), np.uint32).reshape(-1, NUM_PERMUTATIONS)[place]

@@ -48,6 +48,8 @@ def counts(dropped):
 
 def publish(staging, out_dir):
     """Moves a finished corpus to the directories in which training looks for it. If killed, it can be called again."""
+    for partial in staging.rglob("*.partial"):  # of tasks that were killed
+        partial.unlink(missing_ok=True)
     # The manifest moves last, because `holds` takes a folder with a manifest for whole.
     for name in (TRAIN_DIR, VAL_DIR, MANIFEST):
         if (staging / name).exists():

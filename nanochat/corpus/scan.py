@@ -1,24 +1,22 @@
 """Reads a source: selects files, finds their licences, and writes runs (runs.py). corpus.py merges them."""
-import hashlib
 import json
 import os
 import re
-import shutil
 from collections import Counter
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 
 from nanochat.common import SUFFIXES
 from nanochat.corpus.archives import MAX_LICENCE_BYTES
 from nanochat.corpus.duplicates import bands, signature
 from nanochat.corpus.filters import EMAILS, SECRETS, has_secret, is_permissive, replace_emails
-from nanochat.corpus.runs import RUN_SCHEMA, key_of, write_run
+from nanochat.corpus.runs import key_of, write_run
 from nanochat.corpus.sources import LICENCE_FILE, check_sums, check_unchanged, iter_files, readable
 from nanochat.corpus.tables import Row, iter_rows
-from nanochat.corpus.workers import partial_path
+from nanochat.corpus.workers import whole_file
 
 RECIPE = 3  # to be increased when a change to this file or to corpus.py makes another corpus from the same files
 HELD_OUT = "_val.parquet"  # end of the names of runs of held-out documents
+STATS = "stats.json"  # beside the runs of a source, once all are written
 RUN_BYTES = 32_000_000
 
 
@@ -191,39 +189,29 @@ class ScanOptions:
     filters: tuple = ()  # names in filters.py
     licences: str = "any"  # or permissive
 
-    def identity(self):
-        return {**asdict(self), "excluded": hashlib.sha256(repr(sorted(self.excluded)).encode()).hexdigest()}
 
+def scan(source, folder, options):
+    """Reads `source`, writes its runs into `folder`, unless that was done before, and returns its statistics.
 
-def scan(source, scans_dir, options):
-    """Reads `source`, writes its runs, and returns their directory. A source that has been scanned is not read again.
-
-    Besides run_*.parquet, and run_*_val.parquet for held-out documents of a table, the directory holds stats.json: the
-    numbers of files, of documents and bytes kept, of files dropped for each reason, of documents under each licence,
-    and of the held-out ones among them. Raises BadInput if the source cannot be read.
+    Besides run_*.parquet, and run_*_val.parquet for held-out documents of a table, the folder holds the statistics, a
+    dict: the numbers of files, of documents and bytes kept, of files dropped for each reason, of documents under each
+    licence, and of the held-out ones among them. Raises BadInput if the source cannot be read.
     """
-    identity = json.dumps([RECIPE, RUN_SCHEMA.names, source.identity(), options.identity()])
-    finished = Path(scans_dir, hashlib.blake2b(identity.encode(), digest_size=12).hexdigest())
-    if finished.exists():
-        return finished
-    folder = partial_path(finished)
-    folder.mkdir(parents=True)
-    check_unchanged(source)
-    check_sums(source)
-    found = _Scan(source, folder, options)
-    for row in rows_of(source):
-        found.stats["files"] += 1
-        if reason := found.add(row):
-            found.dropped[reason] += 1
-    found.write_runs()
-    stats = {**found.stats, "dropped": found.dropped, "licences": found.licences,
-             "held_out_licences": found.held_out_licences}
-    (folder / "stats.json").write_text(json.dumps(stats))
-    try:
-        folder.rename(finished)
-    except OSError:  # another process has finished the same scan
-        shutil.rmtree(folder)
-    return finished
+    finished = folder / STATS
+    if not finished.exists():
+        check_unchanged(source)
+        check_sums(source)
+        folder.mkdir(parents=True, exist_ok=True)
+        found = _Scan(source, folder, options)
+        for row in rows_of(source):
+            found.stats["files"] += 1
+            if reason := found.add(row):
+                found.dropped[reason] += 1
+        found.write_runs()
+        with whole_file(finished) as file:
+            file.write(json.dumps({**found.stats, "dropped": found.dropped, "licences": found.licences,
+                                   "held_out_licences": found.held_out_licences}).encode())
+    return json.loads(finished.read_text())
 
 
 def rows_of(source):

@@ -61,16 +61,11 @@ def _run_here(function, calls, done):
         done(i, function(*arguments))
 
 
-def partial_path(path):
-    """Returns a name for `path` until it is whole. Each try gets another one, because a task whose node was believed
-    lost may still run beside its repetition."""
-    return path.with_name(f"{path.name}.{os.getpid()}_{uuid.uuid4().hex}.partial")
-
-
 @contextmanager
 def whole_file(path):
     """Yields an open file that becomes `path` when the block ends without an error and every byte is on disk."""
-    partial = partial_path(path)
+    # Each try has a file of its own: a task whose node was believed lost may still run beside its repetition.
+    partial = path.with_name(f"{path.name}.{os.getpid()}_{uuid.uuid4().hex}.partial")
     with open(partial, "wb") as file:
         yield file
         file.flush()

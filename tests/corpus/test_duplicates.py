@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from nanochat.corpus import duplicates
 from nanochat.corpus.duplicates import NEAR_DUPLICATE_SIMILARITY, bands, find_duplicates
 from nanochat.corpus.runs import NUM_PERMUTATIONS, VALUES_PER_BAND, load_index, write_run
-from nanochat.corpus.workers import worker_pool
 
 
 def make_runs(folder, seed, sizes, num_keys, num_signatures, changes):
@@ -57,12 +56,10 @@ def reference(keys, signatures):
        changes=st.sampled_from([0, 20, 40, 128]), compared_at_once=st.integers(1, 60))
 def test_the_runs_have_the_duplicates_that_the_reference_finds(tmp_path_factory, seed, sizes, num_keys, num_signatures,
                                                                changes, compared_at_once):
-    folder, progress = tmp_path_factory.mktemp("runs"), []
-    runs, signatures = make_runs(folder, seed, sizes, num_keys, num_signatures, changes)
+    runs, signatures = make_runs(tmp_path_factory.mktemp("runs"), seed, sizes, num_keys, num_signatures, changes)
     index = load_index(runs)
-    with pytest.MonkeyPatch.context() as patch, worker_pool(1) as run:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(duplicates, "COMPARED_AT_ONCE", compared_at_once)
-        exact, near = find_duplicates(index, run, progress.append)
+        exact, near = find_duplicates(index)
     expected = reference(index.key, signatures)
     assert np.array_equal(exact, expected[0]) and np.array_equal(near, expected[1])
-    assert abs(sum(progress) - 1) < 1e-6
