@@ -78,8 +78,8 @@ class PlaceFlags:
                         at_most=1000, unset=-1)
     engine: str = flag("local", "where the work is done: by processes of this machine, or on a Ray cluster",
                        choices=("local", "ray"))
-    ray_address: str | None = flag(None, "HOST:PORT of the Ray cluster, auto (this machine's) or local (start one "
-                                   "here); default: $RAY_ADDRESS")
+    ray_address: str | None = flag(None, "HOST:PORT of the Ray cluster, or auto: this machine's; default: "
+                                   "$RAY_ADDRESS")
 
 
 def find_sources(flags, eval_only, cache_dir):

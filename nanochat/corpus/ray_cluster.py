@@ -13,14 +13,13 @@ import socket
 import subprocess
 import sys
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 from nanochat.common import BadInput, say
 
 TRIES = 5  # of a task whose worker or node is lost
 CONNECT_S, NO_ROOM_S, STALL_S = 60, 600, 6 * 3600
-LOCAL_STORE_BYTES = 80_000_000  # of Ray's own memory, which this program hardly uses
 
 _CONNECT = """
 import sys, ray
@@ -42,12 +41,12 @@ def find_address(address):
     address = address or os.environ.get("RAY_ADDRESS")
     if not address:
         raise BadInput("--engine=ray: no cluster is named: give --ray_address=HOST:PORT or set RAY_ADDRESS (auto: the "
-                       "cluster of which this machine is a node; local: start one here)")
-    if address in ("auto", "local"):
+                       "cluster of which this machine is a node)")
+    if address == "auto":
         return address
     if not re.fullmatch(r"[^/]+:[0-9]{4,5}", address):
-        raise BadInput(f"{name}={address} is not HOST:PORT, auto or local; ray:// is not supported: run this "
-                       "command on a node of the cluster")
+        raise BadInput(f"{name}={address} is not HOST:PORT or auto; ray:// is not supported: run this command on a "
+                       "node of the cluster")
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host, int(port)), timeout=10).close()
@@ -59,25 +58,19 @@ def find_address(address):
 
 @contextmanager
 def ray_cluster(address, workers, task_bytes):
-    """Yields a RayRun. address: what find_address returns. workers: concurrent tasks at most; None: as many as fit.
-    task_bytes: memory of a task. Raises BadInput if the cluster cannot be used."""
+    """Yields run(function, calls, done), as worker_pool does. address: what find_address returns. workers: concurrent
+    tasks at most; None: as many as fit. task_bytes: memory of a task. Raises BadInput if the cluster cannot be used."""
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_task_oom_retries", str(TRIES - 1))  # Ray would repeat what needs too much without end
-    options = {"logging_level": "ERROR", "log_to_driver": False}
-    if address == "local":
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        options |= {"num_cpus": workers, "include_dashboard": False, "object_store_memory": LOCAL_STORE_BYTES}
-    else:
-        _require_cluster(address)
+    _require_cluster(address)
     import ray
-    ray.init(address, **options)
-    if address != "local" and os.environ.get("RAY_AUTH_MODE") != "token":
+    ray.init(address, logging_level="ERROR", log_to_driver=False)
+    if os.environ.get("RAY_AUTH_MODE") != "token":
         say("warning: the Ray cluster asks for no token, so anyone on its network can run code on its nodes: start it "
             "with RAY_AUTH_MODE=token, as docs/data.md shows")
     try:
-        run = RayRun(ray, workers, task_bytes)
-        run.require_room()
-        yield run
+        _require_room(ray, task_bytes)
+        yield partial(_run, ray, workers, task_bytes)
     finally:
         ray.shutdown()
 
@@ -98,56 +91,47 @@ def _require_cluster(address):
         raise BadInput(f"{address}, the address of the Ray cluster: {problem}")
 
 
-class RayRun:
-    """run(function, calls, done), as worker_pool yields it, on the nodes of a Ray cluster."""
+def _require_room(ray, task_bytes):
+    """Raises BadInput if no node has room for a task."""
+    alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    if not any(node.get("CPU", 0) >= 1 and node.get("memory", 0) >= task_bytes for node in alive):
+        raise BadInput(f"no node of the cluster has a core and the {task_bytes / 1e6:.0f} MB that a task needs "
+                       f"({len(alive)} nodes are there): add nodes, start them with more --memory, or give a smaller "
+                       "--shard_bytes and --max_file_bytes")
 
-    def __init__(self, ray, workers, task_bytes):
-        self.ray = ray
-        self.workers = workers
-        self.task_bytes = task_bytes
-        self._task = ray.remote(max_retries=TRIES - 1, num_cpus=1, memory=task_bytes)(_with_same_versions)
 
-    def require_room(self):
-        """Raises BadInput if no node has room for a task."""
-        alive = [node["Resources"] for node in self.ray.nodes() if node["Alive"]]
-        if not any(node.get("CPU", 0) >= 1 and node.get("memory", 0) >= self.task_bytes for node in alive):
-            raise BadInput(f"no node of the cluster has a core and the {self.task_bytes / 1e6:.0f} MB that a task "
-                           f"needs ({len(alive)} nodes are there): add nodes, start them with more --memory, or give "
-                           "a smaller --shard_bytes and --max_file_bytes")
+def _run(ray, workers, task_bytes, function, calls, done):
+    task = ray.remote(max_retries=TRIES - 1, num_cpus=1, memory=task_bytes)(_with_same_versions)
+    waiting = list(enumerate(calls))[::-1]
+    running = {}  # {reference: number of its call}
+    stalled_s = 0
+    while waiting or running:
+        # Ray gets about two tasks for each core, so that a node has its next one at hand when one ends.
+        while waiting and len(running) < (workers or 2 * int(ray.cluster_resources().get("CPU", 0)) + 2):
+            i, call = waiting.pop()
+            running[task.remote(_versions(), function, call)] = i
+        ended, _ = ray.wait(list(running), timeout=NO_ROOM_S)
+        stalled_s = 0 if ended else stalled_s + NO_ROOM_S
+        if stalled_s >= STALL_S:
+            raise BadInput(f"no task ended in {STALL_S // 3600} hours: look at the nodes and their disks, and run the "
+                           "same command again, which resumes")
+        for reference in ended:
+            done(running.pop(reference), _result_of(ray, reference))
+        if not ended:
+            _require_room(ray, task_bytes)  # lost nodes may be replaced, within NO_ROOM_S
 
-    def __call__(self, function, calls, done):
-        running = {}  # {reference: number of its call}
-        for i, call in enumerate(calls):
-            # Ray gets about two tasks for each core, so that a node has its next one at hand when one ends.
-            while len(running) >= (self.workers or 2 * int(self.ray.cluster_resources().get("CPU", 0)) + 2):
-                self._finish_one(running, done)
-            running[self._task.remote(_versions(), function, call)] = i
-        while running:
-            self._finish_one(running, done)
 
-    def _finish_one(self, running, done):
-        reference = self._wait(running)
-        try:
-            result = self.ray.get(reference)
-        except self.ray.exceptions.RayTaskError as error:
-            if isinstance(error.cause, BadInput | OSError):
-                raise error.cause from None
-            raise
-        except self.ray.exceptions.RayError as error:
-            reason = str(error).strip().partition("\n")[0]
-            raise BadInput(f"a task was lost {TRIES} times, perhaps because memory ran out ({reason}): give the nodes "
-                           "more, and run the same command again, which resumes") from None
-        done(running.pop(reference), result)
-
-    def _wait(self, running):
-        """Returns the reference of a task that has ended."""
-        for _ in range(STALL_S // NO_ROOM_S):
-            ready, _ = self.ray.wait(list(running), timeout=NO_ROOM_S)
-            if ready:
-                return ready[0]
-            self.require_room()  # lost nodes may be replaced, within NO_ROOM_S
-        raise BadInput(f"no task ended in {STALL_S // 3600} hours: look at the nodes and their disks, and run the same "
-                       "command again, which resumes")
+def _result_of(ray, reference):
+    try:
+        return ray.get(reference)
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, BadInput | OSError):
+            raise error.cause from None
+        raise
+    except ray.exceptions.RayError as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise BadInput(f"a task was lost {TRIES} times, perhaps because memory ran out ({reason}): give the nodes "
+                       "more, and run the same command again, which resumes") from None
 
 
 # On the nodes

@@ -100,50 +100,40 @@ def test_the_bytes_are_those_of_one_machine_though_nodes_and_the_command_are_kil
         path = tmp_path / "in" / "b" / "src" / f"file{number}.cpp"
         path.with_name(f"similar{number}.cpp").write_text(path.read_text().replace("int", "long", 2))
     make_tar(tmp_path / "in" / "t-1.0.tar.xz", {f"t/{number}.cpp": b"int f();\n" * number for number in range(1, 9)})
-    flags = [f"--projects_dir={tmp_path / 'in'}", "--val_projects=v", "--shard_bytes=600000"]
     table = write_table(tmp_path / "stack.jsonl.gz", stack_rows("stack", 100))
-    more = [f"--source={table}", "--where=score < 90", "--filters=all"]
-    whole = prepare(tmp_path / "whole", *flags, *more)
+    flags = [f"--projects_dir={tmp_path / 'in'}", "--val_projects=v", "--shard_bytes=600000", f"--source={table}",
+             "--where=score < 90", "--filters=all"]
+    whole = prepare(tmp_path / "whole", *flags)
     assert whole["dropped"]["exact_duplicate"] == 30 and whole["dropped"]["near_duplicate"] == 15
     assert len(shard_hashes(tmp_path / "whole")) > 4
 
-    process = start(address, f"--out_dir={tmp_path / 'nodes'}", *flags, *more)
-    kill_in_the_middle(raylets, tmp_path / "nodes", "scans/*.partial", process)
-    kill_in_the_middle(raylets, tmp_path / "nodes", "*/*/shard_*.partial", process)
-    finish(process)
-    assert shard_hashes(tmp_path / "nodes") == shard_hashes(tmp_path / "whole")
-    assert manifest(tmp_path / "nodes") == manifest(tmp_path / "whole")
-    assert {path.name for path in (tmp_path / "nodes").iterdir()} == {
-        "base_data_v3", "val", "manifest.json", ".prepare_data.lock"}
-    assert len(raylets) == 1
-
-    process = start(address, f"--out_dir={tmp_path / 'again'}", *flags)
-    scans = tmp_path / "again" / ".work" / "scans"
-    while process.poll() is None and len(list(scans.glob("*/stats.json"))) < 3:
+    nodes = tmp_path / "nodes"
+    process = start(address, f"--out_dir={nodes}", *flags)
+    kill_in_the_middle(raylets, nodes, "*/scans/*/*.partial", process)
+    while process.poll() is None and len(list(nodes.glob(".work/*/scans/*/stats.json"))) < 3:
         time.sleep(0.001)
     process.send_signal(signal.SIGKILL)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == -signal.SIGKILL, output
-    kept = {path: path.stat().st_mtime_ns for path in scans.rglob("*.parquet") if ".partial" not in str(path)}
-    assert kept and not (tmp_path / "again" / "val").exists()
-    prepare(tmp_path / "here", *flags)
-    process = start(address, f"--out_dir={tmp_path / 'again'}", *flags)
-    while process.poll() is None and not glob.glob(f"{tmp_path}/again/.work/*/*/shard_*.parquet"):
-        time.sleep(0.001)
-    assert all(not path.exists() or path.stat().st_mtime_ns == kept[path] for path in kept), "it was scanned again"
-    finish(process)
-    assert shard_hashes(tmp_path / "again") == shard_hashes(tmp_path / "here")
+    kept = {path: path.stat().st_mtime_ns for path in nodes.glob(".work/*/scans/*/stats.json")}
+    process = start(address, f"--out_dir={nodes}", *flags)
+    kill_in_the_middle(raylets, nodes, "*/*/shard_*.partial", process)
+    assert kept.items() <= {path: path.stat().st_mtime_ns for path in nodes.glob(".work/*/scans/*/stats.json")}.items()
+    assert "warning: the Ray cluster asks for no token" in finish(process)
+    assert shard_hashes(nodes) == shard_hashes(tmp_path / "whole") and manifest(nodes) == manifest(tmp_path / "whole")
+    assert {path.name for path in nodes.iterdir()} == {"base_data_v3", "val", "manifest.json", ".prepare_data.lock"}
+    assert len(raylets) == 1
 
     process = start(address, f"--out_dir={tmp_path / 'large'}", *flags[:1], "--shard_bytes=1000000000")
     output, _ = process.communicate(timeout=100)
     assert process.returncode == 2, output
-    assert "no node of the cluster has a core and the 6600 MB that a task needs (2 nodes are there)" in output
+    assert "no node of the cluster has a core and the 6600 MB that a task needs" in output
 
 
 @pytest.mark.parametrize("address, message", [
     (None, "no cluster is named: give --ray_address=HOST:PORT"),
     ("127.0.0.1:1025", "nothing answers there .*refused"),
-    ("ray://127.0.0.1:10001", "is not HOST:PORT, auto or local; ray:// is not supported"),
+    ("ray://127.0.0.1:10001", "is not HOST:PORT or auto; ray:// is not supported"),
     ("127.0.0.1", "is not HOST:PORT"), ("x:²", "is not HOST:PORT"), ("x:" + "9" * 5000, "is not HOST:PORT"),
 ])
 def test_a_cluster_that_is_not_there_is_one_line(tmp_path, monkeypatch, address, message):
@@ -161,8 +151,7 @@ def two_projects(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["token", "disabled"])
-def test_a_cluster_with_a_token_refuses_a_client_without_and_one_without_is_warned_of(tmp_path, mode):
+def test_a_cluster_with_a_token_refuses_a_client_without(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     folder = tempfile.mkdtemp(dir="/tmp")  # its sockets need short names
@@ -170,7 +159,7 @@ def test_a_cluster_with_a_token_refuses_a_client_without_and_one_without_is_warn
     head = subprocess.Popen([f"{sys.prefix}/bin/ray", "start", "--head", "--block", f"--port={port}", "--num-cpus=1",
                              "--node-ip-address=127.0.0.1", "--memory=2000000000", "--object-store-memory=80000000",
                              "--include-dashboard=false", f"--temp-dir={folder}"],
-                            env={**guarded, "RAY_AUTH_MODE": mode}, stdout=subprocess.DEVNULL)
+                            env=guarded, stdout=subprocess.DEVNULL)
 
     def run(name, env):
         return subprocess.run([sys.executable, "-m", "scripts.prepare_data", f"--projects_dir={two_projects(tmp_path)}",
@@ -178,14 +167,12 @@ def test_a_cluster_with_a_token_refuses_a_client_without_and_one_without_is_warn
                               env={**os.environ, **ENVIRONMENT, **env}, capture_output=True, text=True, timeout=150)
     try:
         deadline = time.monotonic() + 60
-        while time.monotonic() < deadline and "nothing" in run("early", guarded).stderr:
-            time.sleep(1)
-        found = run("out", {**guarded, "RAY_AUTH_MODE": mode})
-        assert found.returncode == 0, found.stderr
-        assert ("warning: the Ray cluster asks for no token" in found.stdout) == (mode == "disabled")
-        if mode == "token":
-            found = run("without", {"RAY_AUTH_MODE": "disabled"})
-            assert found.returncode == 2 and "set RAY_AUTH_MODE=token, and copy the token" in found.stderr
+        while time.monotonic() < deadline and socket.socket().connect_ex(("127.0.0.1", port)):
+            time.sleep(0.1)
+        found = run("out", guarded)
+        assert found.returncode == 0 and "asks for no token" not in found.stdout, found.stderr
+        found = run("without", {"RAY_AUTH_MODE": "disabled"})
+        assert found.returncode == 2 and "set RAY_AUTH_MODE=token, and copy the token" in found.stderr
     finally:
         for process in [*psutil.Process(head.pid).children(recursive=True), head]:
             process.kill()
@@ -196,10 +183,10 @@ def test_a_cluster_with_a_token_refuses_a_client_without_and_one_without_is_warn
 def test_a_server_that_is_no_cluster_is_one_line_and_not_waited_for(tmp_path, monkeypatch):
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), http.server.SimpleHTTPRequestHandler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    monkeypatch.setattr(ray_cluster, "CONNECT_S", 4)
+    monkeypatch.setattr(ray_cluster, "CONNECT_S", 2)
     monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{server.server_port}")
     try:
-        with pytest.raises(BadInput, match="no Ray cluster answered in 4 s"):
+        with pytest.raises(BadInput, match="no Ray cluster answered in 2 s"):
             prepare(tmp_path / "out", f"--projects_dir={two_projects(tmp_path)}", "--engine=ray")
     finally:
         server.shutdown()
@@ -232,7 +219,7 @@ def test_a_node_that_differs_or_sees_other_files_is_named(tmp_path):
 
 @pytest.mark.parametrize("step", ["scan", "corpus.write_shard"])
 def test_what_a_node_writes_to_a_disk_of_its_own_is_missed_at_once(tmp_path, monkeypatch, step):
-    monkeypatch.setattr(f"nanochat.corpus.build.{step}", lambda *arguments: tmp_path / "elsewhere")
+    monkeypatch.setattr(f"nanochat.corpus.build.{step}", lambda *arguments: {})
     with pytest.raises(BadInput, match="is not seen here: name an --out_dir that all nodes share"):
         prepare(tmp_path / "out", f"--projects_dir={two_projects(tmp_path)}")
     assert not (tmp_path / "out" / "val").exists()

@@ -1,4 +1,5 @@
 """scripts/prepare_data.py as a person runs it: the same bytes every time, after being killed too, and clear errors."""
+import multiprocessing
 import os
 import re
 import shutil
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from itertools import chain
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -53,43 +55,45 @@ def test_same_bytes_for_any_number_of_workers_and_order_of_flags(tmp_path):
     assert shard_hashes(tmp_path / "1") != shard_hashes(tmp_path / "other_seed")
 
 
-@pytest.mark.parametrize("kind", ["projects_dir", "source"])
-def test_killed_anywhere_it_resumes_and_gives_the_same_bytes(tmp_path, kind):
-    for number in range(25):
-        if kind == "projects_dir":
-            make_project(tmp_path / "in", f"p{number}", files=10)
-        else:
-            suffix = (".parquet", ".jsonl", ".jsonl.gz", ".jsonl.zst")[number % 4]
-            write_table(tmp_path / "in" / f"part={number}" / f"a{suffix}", stack_rows(f"p{number}", 10))
-    flags = [f"--{kind}={tmp_path / 'in'}", "--shard_bytes=6000"]
+def test_killed_at_ten_moments_it_resumes_and_gives_the_same_bytes(tmp_path):
+    for number in range(12):
+        make_project(tmp_path / "in", f"p{number}", files=10)
+        suffix = (".parquet", ".jsonl", ".jsonl.gz", ".jsonl.zst")[number % 4]
+        write_table(tmp_path / "tables" / f"part={number}" / f"a{suffix}", stack_rows(f"p{number}", 10))
+    flags = [f"--projects_dir={tmp_path / 'in'}", f"--source={tmp_path / 'tables'}", "--shard_bytes=6000"]
     prepare(tmp_path / "whole", *flags)
     out = tmp_path / "out"
 
-    def run_until(pattern, workers):
-        """Runs the command, kills it as soon as three paths match, and returns {finished file: time of change}."""
-        process = subprocess.Popen([sys.executable, "-m", "scripts.prepare_data", f"--out_dir={out}",
-                                    f"--workers={workers}", *flags], stdout=subprocess.DEVNULL)
-        while process.poll() is None and len(list(out.glob(pattern))) < 3:
+    def finished():
+        """Returns {file of a scan, or shard: time of change} of those that are whole."""
+        there = [path.parent for path in out.glob(".work/*/scans/*/stats.json")]
+        files = chain(*(folder.glob("run_*.parquet") for folder in there), out.glob(".work/*/*/shard_*.parquet"))
+        return {path: path.stat().st_mtime_ns for path in files}
+
+    context = multiprocessing.get_context("forkserver")  # whose processes begin at once
+    context.set_forkserver_preload(["scripts.prepare_data"])
+    for moment in range(10):
+        kept = finished()
+        process = context.Process(target=main, args=[[f"--out_dir={out}", f"--workers={1 + (moment < 2)}", *flags]])
+        process.start()
+        while process.is_alive() and len(finished()) < len(kept) + 1 + moment:
             time.sleep(0.001)
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         process.kill()
-        assert process.wait() == -signal.SIGKILL
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
         assert not (out / "val").exists(), "a corpus that is not finished must not be found by training"
         deadline = time.monotonic() + 60
         while any(Path(f"/proc/{child}").exists() for child in children):
             assert time.monotonic() < deadline, "workers outlive the process that was killed"
             time.sleep(0.05)
-        finished = [path for path in (out / ".work").rglob("*.parquet") if "partial" not in str(path)]
-        return {path: path.stat().st_mtime_ns for path in finished}
-
-    scanned = run_until(".work/scans/*[0-9a-f]/stats.json", workers=2)  # and not *.partial
-    written = run_until(".work/*/base_data_v3/shard_*.parquet", workers=1)
-    assert len([path for path in scanned if "scans" in str(path)]) >= 3
-    assert scanned.items() <= written.items(), "finished scans were done again"
-    (out / ".work" / "scans" / "x.partial").mkdir()
+        assert kept.items() <= finished().items(), "what was whole was made again"
+    assert list(out.glob(".work/*/base_data_v3/shard_*.parquet")), "all kills were before the first shard"
+    next(out.glob(".work/*/val/")).joinpath("shard_00000.parquet.1_a.partial").touch()
     prepare(out, *flags)
     assert shard_hashes(out) == shard_hashes(tmp_path / "whole")
     assert {path.name for path in out.iterdir()} == {"base_data_v3", "val", "manifest.json", ".prepare_data.lock"}
+    assert not list(out.rglob("*.partial"))
 
 
 def test_killed_while_it_publishes_it_resumes(tmp_path, monkeypatch):
