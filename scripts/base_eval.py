@@ -12,7 +12,7 @@ from nanochat.common import BadInput, flag, read_flags, run_script
 from nanochat.data.bucket import check_cache, is_remote
 from nanochat.data.fim import KINDS, Infilling, check_fim
 from nanochat.data.lanes import NUM_LANES
-from nanochat.data.loader import DataLoader, Rows
+from nanochat.data.loader import DataLoader, RankRows
 from nanochat.data.shards import TextFlags, open_text
 from nanochat.device.ranks import prepare_xla_environment, print0, resolve_device_type
 from nanochat.infer.load import CheckpointFlags, load_language_meta, load_model, resolve_inference_device_type
@@ -63,7 +63,7 @@ def evaluate_checkpoint(flags, path, seq_len, shards, mesh, dist):
 
     def evaluate(infilling=None, view=None):
         # Ranks along tensor read the same rows, so mesh.tensor ranks count each row.
-        rows = Rows(flags.device_batch_size, seq_len, mesh.reader(dist.rank), mesh.readers, flags.seed)
+        rows = RankRows(flags.device_batch_size, seq_len, mesh.reader(dist.rank), mesh.readers, flags.seed)
         with DataLoader(shards, tokenizer, rows, num_rows=flags.eval_tokens // seq_len, infilling=infilling) as loader:
             return bits_per_byte(model, loader, tokenizer.token_bytes(), dist, view=view, copies=mesh.tensor)
 

@@ -15,7 +15,8 @@ A row is one sequence of the training batch: T + 1 tokens. Invariants:
   next row repeats its last token there, so that each token is predicted exactly once. `dropped` counts the tokens that
   are left out.
 
-docs/data.md explains the design.
+PieceReader reads and tokenizes, Lane packs. The loader (loader.py) makes the lanes of a rank and calls make_rows from
+its threads. docs/data.md explains the design.
 """
 import math
 from dataclasses import dataclass
@@ -69,18 +70,114 @@ class SharedByLanes:
     infilling: Infilling | None = None  # rewrites documents for fill in the middle
 
 
+# Refs alone say where a lane stands. Say that documents 3 and 7 of unit 5 wait in the buffer, that the last row ended
+# within document 9, and that 12 is the next to read:
+#
+#     buffer (5, 3, 0), (5, 7, 0)        pending (5, 9, 0) and the token        next (5, 12, 0)
+#
+# Documents 4, 5, 6, 8, 10 and 11 are in earlier rows. A lane that is restored there reads the texts of 3 to 11 again,
+# but tokenizes only 3, 7 and 9. Then it goes on with 12.
+class PieceReader:
+    """Reads and tokenizes the documents of a lane: first the Pieces that a LaneState names, then all from its `next`
+    on, up to the lane's unit number `num_units`."""
+
+    def __init__(self, number, state, shared, row_tokens, num_units):
+        self.number = number
+        self.shared = shared
+        self.row_tokens = row_tokens
+        self.num_units = num_units
+        self.place = "nothing yet"  # the file and row group that it reads, for messages
+        self.next = tuple(state.next)  # ref of the Piece after the last that was taken
+        self._pieces = self._tokenize(state)
+        self._peeked = None
+        if state.next[0] < num_units:
+            shared.units.read_ahead(number, state.next[0])
+
+    def peek(self):
+        """Returns the next Piece, or None at the end of the data."""
+        if self._peeked is None:
+            self._peeked = next(self._pieces, None)
+        return self._peeked
+
+    def take(self):
+        """Returns the next Piece, and goes on to the one after it."""
+        piece = self.peek()
+        self._peeked = None
+        self.next = max(self.next, piece.next)  # what a state names comes before its `next`
+        return piece
+
+    def _tokenize(self, state):
+        begin = tuple(state.next)
+        named = {tuple(ref) for ref in state.buffer}
+        if state.pending:
+            named.add(tuple(state.pending[:3]))
+        unit, document, first_piece = min({begin} | named)
+        divided = set()  # documents that fill in the middle divides, and of which a part is wanted
+        if self.shared.infilling:
+            first_piece = 0  # the parts of a document are made from the whole text, which is piece 0
+            divided = {ref[:2] for ref in named | {begin}}
+        for group in self._read(unit, document, first_piece):
+            wanted = []
+            for ref, text in group:
+                is_whole = text.is_last and not text.index
+                if ref >= begin or ref in named or is_whole and ref[:2] in divided:
+                    wanted.append((ref, text))
+            encoded = self._encode(wanted)
+            if self.shared.infilling:
+                # A whole group first: Python is slower when it takes turns with the tokenizer.
+                encoded = list(encoded)
+            for (ref, text), parts in zip(wanted, encoded, strict=True):
+                for piece in pieces_of(ref, text, parts):
+                    if piece.ref >= begin or piece.ref in named:
+                        yield piece
+
+    def _encode(self, group):
+        """Yields a list for each (ref, TextPiece) of `group`: the tokens of its parts. All begin with BOS, except later
+        pieces of a document that is read in pieces."""
+        tokenizer = self.shared.tokenizer
+        rewritten = [[]] * len(group)
+        if self.shared.infilling:
+            rewritten = self.shared.infilling.encode(self.number, group, tokenizer, self.row_tokens)
+        for (ref, text), parts in zip(group, rewritten, strict=True):
+            if not parts:
+                [tokens] = tokenizer.encode_documents([text.text])
+                parts = [tokens[1:] if ref[2] else tokens]
+            yield parts
+
+    def _read(self, number, document, first_piece):
+        """Yields lists of (ref, TextPiece), from this piece of this document of the lane's unit `number` on."""
+        units = self.shared.units
+        while number < self.num_units:
+            unit = units.get(self.number, number)
+            if number + 1 < self.num_units:
+                units.read_ahead(self.number, number + 1)
+            while unit.first + document < unit.stop:
+                self.place = f"{unit.shard.file}, row group {unit.row_group}"
+                texts, following = units.read(unit, unit.first + document, first_piece, self.shared.read_bytes)
+                document = following - unit.first
+                first_piece = 0
+                named = [((number, text.document - unit.first, text.index), text) for text in texts]
+                for i in range(0, len(named), GROUP_PIECES):
+                    yield named[i:i + GROUP_PIECES]
+                if texts and not texts[-1].is_last:
+                    first_piece = texts[-1].index + 1
+            number += 1
+            document = 0
+
+
+# A row is made of slices of documents. All that it leaves to the next row is `pending`, the document that its end cuts,
+# and the buffer. Both are determined by refs and an offset: so a LaneState needs no token, and a lane that is restored
+# goes on with the very next slice. A short document never becomes pending: what does not fit of it is dropped, and
+# counted.
 class Lane:
-    """Reads, tokenizes and packs the documents of one lane, up to its unit number `num_units`. Only one thread may use
-    it at a time."""
+    """Packs the documents of one lane into rows. Only one thread may use it at a time."""
 
     def __init__(self, number, state, shared, row_tokens, num_units=math.inf):
         self.number = number
         self.shared = shared
         self.row_tokens = row_tokens
-        self.num_units = num_units
-        self.reading = "nothing yet"  # names file and row group in messages
+        self.reader = PieceReader(number, state, shared, row_tokens, num_units)
         self.rows = state.rows
-        self.next = state.next
         self.waited = state.waited
         self.tokens = state.tokens
         self.dropped = state.dropped
@@ -94,10 +191,11 @@ class Lane:
         self.buffer = None  # the same as a tuple, until they change
         self.pending = None  # (Piece, offset): the piece and the token with which the next row begins
         self.to_restore = state
-        self._pieces = self._tokenize(state)
-        self._peeked = None
-        if state.next[0] < num_units:
-            self.shared.units.read_ahead(number, state.next[0])
+
+    @property
+    def place(self):
+        """The file and row group that it reads, for messages."""
+        return self.reader.place
 
     def make_rows(self, count):
         """Returns the next rows, int32 (count, row_tokens), and a list with the LaneState's fields after each row.
@@ -119,102 +217,21 @@ class Lane:
         if self.buffer is None:
             self.buffer = tuple(self.refs)
         pending = self.pending and (*self.pending[0].ref, self.pending[1])
-        return self.rows, self.next, self.buffer, pending, self.waited, self.tokens, self.dropped, self.documents
+        return self.rows, self.reader.next, self.buffer, pending, self.waited, self.tokens, self.dropped, self.documents
 
     def _restore(self, state):
-        # _tokenize first yields the Pieces that the state names, in the order of reading.
+        """Takes the Pieces that the state names, which the reader has first."""
+        buffered = {tuple(ref) for ref in state.buffer}
         for _ in range(len(state.buffer) + bool(state.pending)):
-            piece = self._take()
+            piece = self.reader.take()
             if state.pending and piece.ref == tuple(state.pending[:3]):
                 self.pending = piece, state.pending[3]
-            elif list(piece.ref) in map(list, state.buffer):
+            elif piece.ref in buffered:
                 self._keep(piece)
             else:  # its row group is skipped by now
                 raise BadInput(f"a document that the saved position in the data names cannot be read any more (lane "
                                f"{self.number}): restore the data, or begin a new run")
-        self.next = tuple(state.next)
 
-    # Reading and tokenizing
-
-    def _tokenize(self, state):
-        """Yields the Pieces that `state` names, then all Pieces from `state.next` on."""
-        # Documents of the buffer lie between others that are in earlier rows. So everything from the first of them on
-        # is read again, but only what the state names is tokenized and kept.
-        begin = tuple(state.next)
-        again = set(map(tuple, state.buffer))
-        if state.pending:
-            again.add(tuple(state.pending[:3]))
-        unit, document, first_piece = min({begin} | again)
-        rewritten = set()  # documents of which some part is needed
-        if self.shared.infilling:
-            first_piece = 0  # the parts of a document are made from the whole text, which is piece 0
-            rewritten = {ref[:2] for ref in again | {begin}}
-        for group in self._read(unit, document, first_piece):
-            wanted = []
-            for ref, text in group:
-                is_whole = text.is_last and not text.index
-                if ref >= begin or ref in again or is_whole and ref[:2] in rewritten:
-                    wanted.append((ref, text))
-            encoded = self._encode(wanted)
-            if self.shared.infilling:
-                # A whole group first: Python is slower when it takes turns with the tokenizer.
-                encoded = list(encoded)
-            for (ref, text), parts in zip(wanted, encoded, strict=True):
-                for piece in pieces_of(ref, text, parts):
-                    if piece.ref >= begin or piece.ref in again:
-                        yield piece
-
-    def _encode(self, group):
-        """Yields a list for each (ref, TextPiece) of `group`: the tokens of its parts. All begin with BOS, except later
-        pieces of a document that is read in pieces."""
-        tokenizer = self.shared.tokenizer
-        rewritten = [[]] * len(group)
-        if self.shared.infilling:
-            rewritten = self.shared.infilling.encode(self.number, group, tokenizer, self.row_tokens)
-        for (ref, text), parts in zip(group, rewritten, strict=True):
-            if not parts:
-                [tokens] = tokenizer.encode_documents([text.text])
-                parts = [tokens[1:] if ref[2] else tokens]
-            yield parts
-
-    def _read(self, number, document, first_piece):
-        """Yields lists of (ref, TextPiece), from this piece of this document of the lane's unit `number` on."""
-        while number < self.num_units:
-            unit = self.shared.units.get(self.number, number)
-            if number + 1 < self.num_units:
-                self.shared.units.read_ahead(self.number, number + 1)
-            while unit.first + document < unit.stop:
-                self.reading = f"{unit.shard.file}, row group {unit.row_group}"
-                texts, following = self.shared.units.read(unit, unit.first + document, first_piece,
-                                                          self.shared.read_bytes)
-                document = following - unit.first
-                first_piece = 0
-                named = [((number, text.document - unit.first, text.index), text) for text in texts]
-                for i in range(0, len(named), GROUP_PIECES):
-                    yield named[i:i + GROUP_PIECES]
-                if texts and not texts[-1].is_last:
-                    first_piece = texts[-1].index + 1
-            number += 1
-            document = 0
-
-    def _peek(self):
-        """Returns the next Piece to read, or None at the end of the data."""
-        if self._peeked is None:
-            self._peeked = next(self._pieces, None)
-        return self._peeked
-
-    def _take(self):
-        piece = self._peek()
-        self._peeked = None
-        self.next = piece.next
-        return piece
-
-    # Packing
-
-    # A row is made of slices of documents. All that it leaves to the next row is `pending`, the document that its end
-    # cuts, and the buffer. Both are determined by refs and an offset: so a LaneState needs no token, and a lane that is
-    # restored goes on with the very next slice. A short document never becomes pending: what does not fit of it is
-    # dropped, and counted.
     def _fill(self, parts):
         """Appends the slices of documents that make up the next row to `parts`."""
         first_short = self.short[0] if self.short else None
@@ -265,10 +282,10 @@ class Lane:
             is_full = self.buffered_tokens >= BUFFER_TOKENS or len(self.refs) >= enough
             if is_full and self.buffered_tokens >= 2 * self.row_tokens:
                 return
-            piece = self._peek()
+            piece = self.reader.peek()
             if piece is None or piece.tokens[0] != self.shared.tokenizer.bos_id:
                 return  # the next piece belongs to a document in the buffer, and is read once that is begun
-            self._keep(self._take())
+            self._keep(self.reader.take())
 
     def _choose(self, space):
         """Removes the Pieces that come next from the buffer and returns them, for a row with `space` tokens left. All
@@ -314,8 +331,8 @@ class Lane:
                 self.pending = None
             elif not space:
                 self.pending = piece, offset - 1  # the last token of this row is the first of the next
-            else:
-                self.pending = (self._take(), 0) if self._peek() else None  # the next piece of the same document
+            else:  # on to the next piece of the same document
+                self.pending = (self.reader.take(), 0) if self.reader.peek() else None
         return space
 
 
@@ -365,7 +382,7 @@ def smallest_cover(lengths, space, limit):
 
 class RandomLane:
     """Makes rows of random tokens, with the interface of a Lane."""
-    reading = "random tokens"
+    place = "random tokens"
 
     def __init__(self, number, state, n_vocab, row_tokens, seed):
         self.number = number

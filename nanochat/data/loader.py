@@ -1,6 +1,6 @@
 """The loader: batches of token rows for one rank, made by background threads and restored exactly.
 
-    rows = Rows(batch_size=8, seq_len=1024, rank=r, world_size=w)
+    rows = RankRows(batch_size=8, seq_len=1024, rank=r, world_size=w)
     with DataLoader(open_text(flags), tokenizer, rows) as loader:
         for batch in loader:           # endless; a new tensor each time
             batch.rows                 # int32 (8, 1025): inputs are rows[:, :-1], targets rows[:, 1:]
@@ -13,6 +13,7 @@ Row n of a run comes from lane n mod num_lanes and goes to rank n mod world_size
 rank + world_size, …: a step sees the same tokens on any number of ranks. Each lane prefetches one block of rows, at
 first of one row; blocks grow with the rows taken.
 
+LanguageTask (train/language.py) opens one for training and one for each evaluation; base_eval opens one, too.
 docs/data.md explains the design.
 """
 import math
@@ -39,7 +40,7 @@ TIMEOUT_S = 540  # longer than the wait for a bucket, less than a step may take 
 
 
 @dataclass(frozen=True)
-class Rows:
+class RankRows:
     """Which rows a rank reads, and in what batches."""
     batch_size: int  # rows in a batch
     seq_len: int  # T, one less than the tokens of a row
@@ -93,7 +94,7 @@ class RowQueue:
         try:
             block = self._blocks.get(timeout=TIMEOUT_S)
         except queue.Empty:
-            what = f"rows of lane {self.lane.number} ({self.lane.reading})"
+            what = f"rows of lane {self.lane.number} ({self.lane.place})"
             raise TimeoutError(f"waited {TIMEOUT_S} s for {what}") from None
         if isinstance(block, BaseException):
             raise block
@@ -115,47 +116,24 @@ def _work(wanted):
         rows.work()
 
 
-class DataLoader:
-    """An iterator over the Batches of one rank, endless or over some rows.
+class Loader:
+    """An iterator over the Batches of one rank, from lanes that each kind of loader makes: _make_lane(number, state,
+    row_tokens).
 
-    shards: Shards. rows: which of their rows.
-    state: the lane states of all ranks in one dict, saved with any world size; None begins a new run.
-    num_rows: for an evaluation, rows 0 to num_rows - 1 of a new run. It ends with the batch of the last row, or where
-        the data ends, after equally many batches on every rank. No document repeats: missing rows are lanes.PADDING.
-    infilling: rewrites documents for fill in the middle, see fim.py.
-
-    Raises BadInput for unusable data, sizes or states. `next()` raises errors of the background threads. Close the
-    loader, or use it as a context manager: otherwise its threads live until the process ends.
+    settings: those for which a saved state is valid, in addition to those of `rows`; num_documents: of an epoch.
+    rows, state, num_rows: see DataLoader.
     """
 
     problem = None  # see loss_eval.HeldOutRows
     is_small = False  # whether every rank reads all of a small text, which may end before num_rows
     _part = slice(None)  # this rank's part of the rows of a batch
 
-    def __init__(self, shards, tokenizer, rows, *, state=None, num_rows=None, infilling=None, threads=2):
-        self._n_documents = sum(shard.num_documents for shard in shards)
-        n_bytes = sum(shard.n_bytes for shard in shards)
-        if num_rows is not None and n_bytes < SMALL_BYTES and (
-                self._n_documents < rows.num_lanes or n_bytes < SMALL_BYTES_PER_TOKEN * num_rows * rows.seq_len):
-            self.is_small = True
-            self._part = slice(rows.rank, None, rows.world_size)
-            rows = replace(rows, batch_size=rows.batch_size * rows.world_size, rank=0, world_size=1, num_lanes=1)
-        settings = settings_of(shards, tokenizer, infilling)
-        # All lanes hold text at the same time, so each gets its share; lanes count as 16 at least.
-        read_bytes = READ_AHEAD_BYTES // max(16, rows.num_lanes // rows.world_size)
-        self._shared = SharedByLanes(Units(shards, rows.num_lanes, rows.seed), tokenizer, read_bytes, infilling)
-        self._begin(settings, rows, state, num_rows, threads)
-
-    def _make_lane(self, number, state, row_tokens):
-        num_units = math.inf if self._num_rows == math.inf else self._shared.units.number_in_epoch(number)
-        return Lane(number, state, self._shared, row_tokens, num_units)
-
-    def _begin(self, settings, rows, state, num_rows, threads):
-        """Starts at `state`. settings: those for which it is valid, in addition to those of `rows`."""
+    def __init__(self, settings, rows, num_documents, *, state=None, num_rows=None, threads=2):
         settings |= {"num_lanes": rows.num_lanes, "seed": rows.seed, "seq_len": rows.seq_len}
         states = check_lane_states(state, settings | {"seq_len": rows.seq_len_before or rows.seq_len}, rows.world_size)
         self.fingerprint = settings["data"]
         self.world_size = rows.world_size
+        self._num_documents = num_documents
         self._num_threads = threads
         # The rows that all ranks have read together, a multiple of their number (check_lane_states), and this rank's
         # place in the next round of rows.
@@ -163,13 +141,13 @@ class DataLoader:
         self._states = {lane: states[lane] for lane in range(rows.rank, rows.num_lanes, rows.world_size)}
         self._num_rows = math.inf if num_rows is None else num_rows
         self.unfinished_lanes = set(self._states)  # this rank's lanes that have not come to the end of the data
-        self._start(settings, rows.batch_size)
+        self._start_threads(settings, rows.batch_size)
 
     # Any worker may make the block of any lane, in whatever order they come to it. Rows are served in the order of
     # their numbers all the same, because __next__ asks the lane whose turn it is and waits for it alone. So neither the
     # number of threads nor their speed changes a batch.
-    def _start(self, settings, batch_size):
-        """Starts the threads that make rows from the lanes' states on."""
+    def _start_threads(self, settings, batch_size):
+        """Starts the threads that make rows from the lanes' states on, for batches of this size."""
         self.settings = settings
         self.seq_len = settings["seq_len"]
         self.batch_size = batch_size
@@ -220,7 +198,7 @@ class DataLoader:
             raise ValueError("the rows of an evaluation, and of fill in the middle, keep their length")
         # The states are those after the served rows. The lanes have read further, so new ones replace them.
         self.close()
-        self._start(self.settings | {"seq_len": seq_len}, batch_size)
+        self._start_threads(self.settings | {"seq_len": seq_len}, batch_size)
 
     @property
     def stats(self):
@@ -234,7 +212,7 @@ class DataLoader:
             for name in counts:
                 counts[name] += getattr(LaneState(*state), name)
         counts["dropped_share"] = counts["dropped"] / max(1, counts["tokens"] + counts["dropped"])
-        counts["epoch"] = counts["documents"] * self.world_size / self._n_documents
+        counts["epoch"] = counts["documents"] * self.world_size / self._num_documents
         return counts
 
     def close(self):
@@ -258,23 +236,60 @@ class DataLoader:
         self.close()
 
 
-class SyntheticLoader(DataLoader):
-    """A DataLoader of random tokens, to try a machine without data."""
+class DataLoader(Loader):
+    """An iterator over the Batches of one rank from shards, endless or over some rows.
+
+    shards: Shards. rows: which of their rows, RankRows.
+    state: the lane states of all ranks in one dict, saved with any world size; None begins a new run.
+    num_rows: for an evaluation, rows 0 to num_rows - 1 of a new run. It ends with the batch of the last row, or where
+        the data ends, after equally many batches on every rank. No document repeats: missing rows are lanes.PADDING.
+    infilling: rewrites documents for fill in the middle, see fim.py.
+
+    Raises BadInput for unusable data, sizes or states. `next()` raises errors of the background threads. Close the
+    loader, or use it as a context manager: otherwise its threads live until the process ends.
+    """
+
+    def __init__(self, shards, tokenizer, rows, *, state=None, num_rows=None, infilling=None, threads=2):
+        num_documents = sum(shard.num_documents for shard in shards)
+        n_bytes = sum(shard.n_bytes for shard in shards)
+        if num_rows is not None and n_bytes < SMALL_BYTES and (
+                num_documents < rows.num_lanes or n_bytes < SMALL_BYTES_PER_TOKEN * num_rows * rows.seq_len):
+            self.is_small = True
+            self._part = slice(rows.rank, None, rows.world_size)
+            rows = replace(rows, batch_size=rows.batch_size * rows.world_size, rank=0, world_size=1, num_lanes=1)
+        self._shared = shared_by_lanes(shards, tokenizer, rows, infilling)
+        super().__init__(settings_of(shards, tokenizer, infilling), rows, num_documents, state=state,
+                         num_rows=num_rows, threads=threads)
+
+    def _make_lane(self, number, state, row_tokens):
+        num_units = math.inf if self._num_rows == math.inf else self._shared.units.number_in_epoch(number)
+        return Lane(number, state, self._shared, row_tokens, num_units)
+
+
+class SyntheticLoader(Loader):
+    """An iterator over Batches of random tokens, to try a machine without data."""
 
     def __init__(self, n_vocab, rows, *, state=None, num_rows=None):
-        self._n_documents = 1
         self._n_vocab = n_vocab
-        self._begin({"data": "synthetic", "tokenizer": f"{n_vocab} random tokens"}, rows, state, num_rows, threads=1)
+        super().__init__({"data": "synthetic", "tokenizer": f"{n_vocab} random tokens"}, rows, 1, state=state,
+                         num_rows=num_rows, threads=1)
 
     def _make_lane(self, number, state, row_tokens):
         return RandomLane(number, state, self._n_vocab, row_tokens, self.settings["seed"])
+
+
+def shared_by_lanes(shards, tokenizer, rows, infilling, sources=1):
+    """Returns the SharedByLanes of a rank that reads the RankRows `rows`, from one of so many sources."""
+    # All lanes hold text at the same time, so each gets its share; lanes count as 16 at least.
+    read_bytes = READ_AHEAD_BYTES // max(16, rows.num_lanes // rows.world_size) // sources
+    return SharedByLanes(Units(shards, rows.num_lanes, rows.seed), tokenizer, read_bytes, infilling)
 
 
 # Saved positions
 
 
 def settings_of(shards, tokenizer, infilling):
-    """Returns the settings on which the rows of the shards depend, besides those of Rows."""
+    """Returns the settings on which the rows of the shards depend, besides those of RankRows."""
     settings = {"data": fingerprint(shards), "tokenizer": tokenizer.sha256}
     if infilling:
         settings |= {"fim_rate": infilling.rate, "fim_kinds": list(infilling.kinds)}

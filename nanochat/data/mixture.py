@@ -30,10 +30,9 @@ from typing import NamedTuple
 from nanochat.common import BadInput, read_toml
 from nanochat.data.bucket import data_place, is_remote
 from nanochat.data.hub_files import require_commits
-from nanochat.data.lanes import COUNTS, Lane, LaneState, SharedByLanes
-from nanochat.data.loader import READ_AHEAD_BYTES, DataLoader, settings_of
+from nanochat.data.lanes import COUNTS, Lane, LaneState
+from nanochat.data.loader import Loader, settings_of, shared_by_lanes
 from nanochat.data.shards import fingerprint, open_text, read_pieces
-from nanochat.data.units import Units
 
 NAME = r"(?!.*per_s$)[A-Za-z]\w*"  # of a source or validation set, whose tokens_NAME must not be tokens_per_s
 GOLDEN = (math.sqrt(5) - 1) / 2
@@ -172,24 +171,22 @@ def _weights_of(weights, sources):
 # Rows
 
 
-class MixtureLoader(DataLoader):
+class MixtureLoader(Loader):
     """The endless batches of a rank from a Mixture. first_rows: the row of the run with which each stage begins."""
 
     def __init__(self, mixture, tokenizer, rows, first_rows, *, state=None, infilling=None):
         self._mixture = mixture
         self._first_rows = first_rows
-        self._n_documents = sum(source.num_documents for source in mixture.sources)
-        read_bytes = READ_AHEAD_BYTES // max(16, rows.num_lanes // rows.world_size) // len(mixture.sources)
-        self._of_sources = [SharedByLanes(Units(source.shards, rows.num_lanes, rows.seed), tokenizer, read_bytes,
-                                          infilling) for source in mixture.sources]
+        sources = mixture.sources
+        self._of_sources = [shared_by_lanes(source.shards, tokenizer, rows, infilling, len(sources))
+                            for source in sources]
         settings = settings_of(mixture.shards, tokenizer, infilling) | {"data": mixture.fingerprint}
-        self._begin(settings, rows, state, None, threads=2)
+        super().__init__(settings, rows, sum(source.num_documents for source in sources), state=state)
 
     def _make_lane(self, number, state, row_tokens):
-        lanes = []
         states = state.sources or [()] * len(self._of_sources)
-        for shared, own in zip(self._of_sources, states, strict=True):
-            lanes.append(Lane(number, LaneState(*own), shared, row_tokens))
+        lanes = [Lane(number, LaneState(*own), shared, row_tokens)
+                 for shared, own in zip(self._of_sources, states, strict=True)]
         return MixedLane(number, state, lanes, self._source_of)
 
     def _source_of(self, number, row):
@@ -200,7 +197,7 @@ class MixtureLoader(DataLoader):
 
     @property
     def stats(self):
-        """As DataLoader.stats, and `sources`: {name: (tokens, epochs)} of all ranks, if they read as fast."""
+        """As Loader.stats, and `sources`: {name: (tokens, epochs)} of all ranks, if they read as fast."""
         counts = super().stats
         counts["sources"] = {}
         for i, source in enumerate(self._mixture.sources):
@@ -251,14 +248,14 @@ class MixedLane:
         self.source_of = source_of
         self.rows = state.rows
         self.states = [lane.to_restore for lane in lanes]
-        self.reading = "nothing yet"
+        self.place = "nothing yet"
 
     def make_rows(self, count):
         rows = []
         states = []
         for _ in range(count):
             source = self.source_of(self.number, self.rows)
-            self.reading = self.lanes[source].reading
+            self.place = self.lanes[source].place
             [row], [state] = self.lanes[source].make_rows(1)
             rows.append(row)
             self.states[source] = LaneState(*state)

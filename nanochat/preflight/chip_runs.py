@@ -15,7 +15,7 @@ import torch
 
 from nanochat.checkpoint import on_disk
 from nanochat.common import BadInput, get_base_dir
-from nanochat.data.loader import DataLoader, Rows
+from nanochat.data.loader import DataLoader, RankRows
 from nanochat.data.shards import open_shards
 from nanochat.data.storage import Interruption, copy_files, delete_file
 from nanochat.device import tpu
@@ -239,7 +239,7 @@ def host(setting):
 
 def loader_rate(flags, path):
     """Returns how many tokens a second a loader makes of the text in `path`."""
-    rows = Rows(flags.batch.device_batch_size, flags.model.max_seq_len or GPTConfig.max_seq_len)
+    rows = RankRows(flags.batch.device_batch_size, flags.model.max_seq_len or GPTConfig.max_seq_len)
     with DataLoader(open_shards([path]), run_tokenizer(flags), rows) as loader:
         next(loader)
         begun = time.monotonic()

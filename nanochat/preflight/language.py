@@ -5,7 +5,7 @@ from fractions import Fraction
 
 import torch
 
-from nanochat.data.loader import Rows, SyntheticLoader
+from nanochat.data.loader import RankRows, SyntheticLoader
 from nanochat.device.ranks import Dist
 from nanochat.infer.loss_eval import bits_per_byte
 from nanochat.preflight.trace import Programs, fill_with_placeholders
@@ -44,7 +44,7 @@ def trace_run(flags, chips):
     def evaluate():
         readers = plan.mesh.readers
         # Two batches: Programs.trace keeps the second one's program.
-        shape = Rows(rows, length, world_size=readers, num_lanes=flags.data.num_lanes)
+        shape = RankRows(rows, length, world_size=readers, num_lanes=flags.data.num_lanes)
         loader = SyntheticLoader(tokenizer.n_vocab, shape, num_rows=2 * rows * readers)
         bits_per_byte(training.model, loader, tokenizer.token_bytes(), dist, copies=plan.mesh.tensor)
 

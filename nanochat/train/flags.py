@@ -164,8 +164,8 @@ _MODEL_FIELDS = [("arch", str | None, flag(None, "the model: gpt, or llama, the 
                                            "(default: gpt)", choices=tuple(MODELS)))]
 _MODEL_FIELDS += [(name, each.type | None, _flag_of_field(each)) for name, each in CONFIG_FLAGS.items()]
 _MODEL_FIELDS += [(name, object, None) for name in KEPT]
-ModelFlags = make_dataclass("ModelFlags", _MODEL_FIELDS, frozen=True)
-ModelFlags.__module__ = __name__  # so that it can be handed to other processes
+ArchitectureFlags = make_dataclass("ArchitectureFlags", _MODEL_FIELDS, frozen=True)
+ArchitectureFlags.__module__ = __name__  # so that it can be handed to other processes
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ class DistillationFlags:
     kd_temperature: float = flag(1.0, "temperature of both predictions", at_least=0.1, at_most=100)
 
 
-# find_start (start.py) replaces the name by RUN/step_000100, and sets what is no flag. Checkpoints keep all of it.
+# find_beginning (start.py) replaces the name by RUN/step_000100, and sets what is no flag. Checkpoints keep all of it.
 @dataclass(frozen=True)
 class StartFlags:
     init_from: str = flag("", "begin with the weights and the optimizer's state of RUN, RUN/step_000100 or a path; "
@@ -245,7 +245,7 @@ FIRST = ("run", "depth", "data_dir", "num_iterations", "device_batch_size", "tot
          "device_type", "save_every", "checkpoint_mirror")
 TITLES = {
     RunFlags: "run", KernelFlags: "devices", DataFlags: "data",
-    ModelFlags: "model (by default everything follows from the depth; a resumed run keeps its model)",
+    ArchitectureFlags: "model (by default everything follows from the depth; a resumed run keeps its model)",
     BatchFlags: "batch and horizon (the first given horizon counts)",
     OptimConfig: "optimizer (rates are scaled from steps of 2^19 tokens and runs of 2^32)",
     DistillationFlags: "distillation", StartFlags: "start from another run",
@@ -325,7 +325,7 @@ class Flags(FlagGroups):
     run: RunFlags = field(default_factory=RunFlags)
     devices: KernelFlags = field(default_factory=KernelFlags)
     data: DataFlags = field(default_factory=DataFlags)
-    model: ModelFlags = field(default_factory=ModelFlags)
+    model: ArchitectureFlags = field(default_factory=ArchitectureFlags)
     batch: BatchFlags = field(default_factory=BatchFlags)
     optimizer: OptimConfig = field(default_factory=OptimConfig)
     distillation: DistillationFlags = field(default_factory=DistillationFlags)

@@ -1,6 +1,9 @@
-"""The task of base_train: predict the next token of C++."""
-import math
-from contextlib import closing, contextmanager
+"""The task of base_train: predict the next token of C++.
+
+It brings together what the other files of the spine define: the flags and the plan, batches of rows, the model and its
+optimizer, the loss. The trainer (trainer.py) calls LanguageTask through the interface in task.py; make_task, at the
+end, makes one from the flags. evaluation.py has what it does between two steps.
+"""
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -12,15 +15,10 @@ from nanochat.checkpoint.on_disk import SOURCE
 from nanochat.checkpoint.pieces import state_bytes
 from nanochat.common import BadInput
 from nanochat.data.fim import Infilling, check_fim
-from nanochat.data.lanes import PADDING
-from nanochat.data.loader import DataLoader, Rows, SyntheticLoader
+from nanochat.data.loader import DataLoader, RankRows, SyntheticLoader
 from nanochat.data.mixture import MixtureLoader, open_mixture, read_mixture
 from nanochat.data.shards import open_text
 from nanochat.data.tokenizer import Tokenizer, load_tokenizer
-from nanochat.device.ranks import print0
-from nanochat.infer.engine import Engine
-from nanochat.infer.loss_eval import HeldOutRows, NotRead, bits_per_byte, with_suffixes
-from nanochat.infer.sample import BrokenModel
 from nanochat.kernels.choose import get_kernels
 from nanochat.kernels.sharded import Sharding
 from nanochat.model.models import require_as_saved
@@ -29,18 +27,16 @@ from nanochat.model.parts import Parts
 from nanochat.model.rates import OptimConfig
 from nanochat.model.weights import initial_weights
 from nanochat.train.describe import describe_guess, describe_plan, require_time
+from nanochat.train.evaluation import evaluate, sample
 from nanochat.train.flags import BatchFlags, DistillationFlags, Flags
 from nanochat.train.plan import Plan, make_plan
 from nanochat.train.row_feed import RowFeed
-from nanochat.train.start import Start, as_begun, find_start, require_same_rows, run_tokenizer, saved_meta
+from nanochat.train.start import StartingPoint, as_begun, find_beginning, require_same_rows, run_tokenizer, saved_meta
 from nanochat.train.step import Objective, TrainingStep
 from nanochat.train.task import Event, flags_of
 from nanochat.train.teacher import DistillationLoss, Teacher, find_teacher, load_teacher
 from nanochat.train.text import check_data, stage_rows
 
-FIM_EVAL_PART = 4  # one row of middles is evaluated for each four rows of the validation text
-SAMPLE_PROMPTS = ("#include <", "template <typename T>\nclass", "int main(int argc, char** argv) {")
-SAMPLE_TOKENS = 48
 EVAL_TOKENS = (2**16, 10 * 2**20)  # the fewest and the most, unless --eval_tokens is given
 
 
@@ -79,11 +75,11 @@ class LanguageTask:
     flags: Flags
     plan: Plan
     tokenizer: Tokenizer
-    given: dict  # {flag of the model: value}, None if the command line lacks it
+    asked: dict  # {flag of the model: its value on the command line, None if that lacks it}
     teacher: Teacher | None
     data_fingerprint: str | None  # None for synthetic data
     about_data: tuple = ()  # lines, in the format of describe_plan
-    start: Start | None = None  # of a run that has not begun yet
+    start: StartingPoint | None = None  # of a run that has not begun yet
     lacks: str | None = None  # see Task
     validation_sets: dict = field(default_factory=dict)  # as in DataFlags; read once: a mixture may be edited later
     sources: tuple = ()  # names of the mixture's
@@ -137,7 +133,7 @@ class LanguageTask:
         if self.data_fingerprint:  # synthetic data has none
             what = "the hash of --data_dir's mixture" if self.flags.data.mixture else "the hash of --data_dir"
             require_same(path, {what: (meta.data_fingerprint, self.data_fingerprint)})
-        require_as_saved(self.given, config, path)
+        require_as_saved(self.asked, config, path)
         flags = as_begun(self.flags, meta).settled(config)
         require_same_rows(path, meta, flags)
         plan = make_plan(flags, tokenizer.n_vocab, self.plan.device_type, self.plan.world_size, meta)
@@ -153,22 +149,22 @@ class LanguageTask:
         plan = self.plan
         # The lanes' states are valid for rows of any length, but name the one of the step before, for which they were
         # saved, and the loader compares it.
-        rows = self._rows(dist, batch_size=plan.rows(step), seq_len=plan.seq_len(step), seed=self.flags.run.seed,
+        rows = self.rank_rows(dist, batch_size=plan.rows(step), seq_len=plan.seq_len(step), seed=self.flags.run.seed,
                           seq_len_before=plan.seq_len(max(step - 1, 0)))
         data = self.flags.data
         if data.mixture:
             loader = self._open_mixture(rows, step, lane_states)
         else:
-            loader = self._open_rows("train", data, rows, data.fim_rate, state=lane_states)
+            loader = self.open_rows("train", data, rows, data.fim_rate, state=lane_states)
         if self.data_fingerprint not in (None, loader.fingerprint):  # a bucket is listed again in this process
             loader.close()
             raise BadInput(f"{data.data_dir}: the shards have changed since this command started: start it again")
         return RowFeed(loader, plan, step, dist.rank)
 
-    def _rows(self, dist, **options):
+    def rank_rows(self, dist, **options):
         # Chips along the axis tensor read the same rows: together they are one rank for the loader.
         mesh = self.plan.mesh
-        return Rows(rank=mesh.reader(dist.rank), world_size=mesh.readers, num_lanes=self.num_lanes, **options)
+        return RankRows(rank=mesh.reader(dist.rank), world_size=mesh.readers, num_lanes=self.num_lanes, **options)
 
     def _open_mixture(self, rows, step, lane_states):
         data = self.flags.data
@@ -177,7 +173,7 @@ class LanguageTask:
         return MixtureLoader(mixture, self.tokenizer, rows, stage_rows(mixture, self.plan, step, lane_states),
                              state=lane_states, infilling=infilling)
 
-    def _open_rows(self, split, data, rows, fim_rate, **options):
+    def open_rows(self, split, data, rows, fim_rate, **options):
         if data.synthetic_data:
             return SyntheticLoader(self.tokenizer.n_vocab, rows, **options)
         infilling = Infilling(fim_rate, rows.seed) if fim_rate else None
@@ -238,94 +234,8 @@ class LanguageTask:
 
     def events(self):
         record = self.flags.record
-        events = [Event("evaluate", record.eval_every, self.evaluate, is_due_at_start=True)]
-        events.append(Event("sample", record.sample_every, self.sample))
-        return events
-
-    def evaluate(self, training, dist, step, is_cut_short):
-        """Returns the bits per byte of the validation text, and with --fim_rate of middles in it; {} if a stop cuts it
-        short (the resumed run repeats it), and with a warning if a rank cannot read the text."""
-        try:
-            return self._evaluate(partial(self._measure, training.compiled_model, dist, is_cut_short))
-        except NotRead as error:
-            print0(f"warning: no evaluation at step {step}: {error}")
-            return {}
-
-    def _evaluate(self, measure):
-        # The ranks divide the same rows, so the result does not depend on their number.
-        seq_len = self.plan.config.max_seq_len
-        # All sets and the middles share --eval_tokens: a set has FIM_EVAL_PART parts of them, the middles one.
-        parts = len(self.validation_sets) * FIM_EVAL_PART + (self.flags.data.fim_rate > 0)
-        all_rows = self.flags.record.eval_tokens // seq_len
-        num_rows = max(all_rows * FIM_EVAL_PART // parts, 1)
-        tokens = f"{len(self.validation_sets) * num_rows * seq_len:,} tokens of the validation text"
-        num_middle_rows = 0
-        if self.flags.data.fim_rate:
-            num_middle_rows = max(all_rows // parts, 1)
-            tokens += f", and {num_middle_rows * seq_len:,} as fill-in-the-middle"
-        print0(f"evaluating {tokens}")
-        metrics = {}
-        for name, data in self.validation_sets.items():
-            text = measure(data, num_rows, f" of {name}" if name else "")
-            if not text:
-                return {}
-            if not metrics:  # the first set is that of the run
-                metrics = {"val_bytes": text.num_bytes, "val_whole_text": text.is_whole_text}
-                if text.num_bytes:
-                    metrics["val_bpb"] = text.bits_per_byte
-            if name:
-                metrics[f"val_bpb_{name}"] = text.bits_per_byte
-        if num_middle_rows:
-            first_set = next(iter(self.validation_sets.values()))
-            middles = measure(first_set, num_middle_rows, " of the middles", fim_rate=1.0,
-                              view=partial(with_suffixes, self.tokenizer))
-            if not middles:
-                return {}
-            metrics |= {"fim_bpb": middles.bits_per_byte, "fim_bytes": middles.num_bytes}
-        return metrics
-
-    def _measure(self, model, dist, is_cut_short, data, num_rows, what, fim_rate=0.0, view=None):
-        """Returns the Evaluation of `num_rows` of the validation text of the DataFlags `data`, with `fim_rate` of the
-        documents rewritten; None if it is cut short. view: see bits_per_byte; what: see HeldOutRows. Raises NotRead."""
-        plan = self.plan
-        rows = self._rows(dist, batch_size=plan.device_batch_size, seq_len=plan.config.max_seq_len,
-                          seed=self.flags.run.seed + 1)
-        batches = math.ceil(num_rows / (plan.device_batch_size * plan.mesh.readers))
-        open_loader = partial(self._open_rows, "val", data, rows, fim_rate, num_rows=num_rows)
-        padding = torch.full((rows.batch_size, rows.seq_len + 1), PADDING, dtype=torch.int32)
-        with closing(HeldOutRows(open_loader, padding, batches, what)) as held_out:
-            held_out.require_all(dist)
-            return bits_per_byte(model, held_out, self.tokenizer.token_bytes(), dist, is_cut_short, view,
-                                 copies=plan.mesh.tensor)
-
-    @contextmanager
-    def whole_model(self, training):
-        """Gives the model its whole weights for the block, as on one chip. Every rank must call it."""
-        # The kernels change together with the weights: those of the mesh would gather weights that are whole.
-        model = training.model
-        kernels = model.kernels
-        with training.optimizer.whole_weights():
-            if self.plan.mesh.divides_weights:
-                model.kernels = get_kernels(self.plan.kernel, self.plan.device_type)
-            yield
-            model.kernels = kernels
-
-    @torch.no_grad()
-    def sample(self, training, dist, step, is_cut_short):
-        """Prints completions. Every rank makes them, so none waits for another."""
-        engine = Engine(training.model, self.tokenizer, dist)  # a new one holds no state of older weights
-        max_tokens = min(SAMPLE_TOKENS, self.plan.config.max_seq_len // 2)
-        with self.whole_model(training):
-            for prompt in SAMPLE_PROMPTS:
-                if is_cut_short():
-                    break
-                try:
-                    text = engine.complete(prompt, max_tokens=max_tokens, seed=step)
-                except BrokenModel as error:
-                    print0(f"warning: no sample at step {step}: {error}")
-                    break
-                print0(f"--- sample at step {step}\n{prompt}{text}\n---")
-        return {}
+        return [Event("evaluate", record.eval_every, partial(evaluate, self), is_due_at_start=True),
+                Event("sample", record.sample_every, partial(sample, self))]
 
 
 def imported(path, meta):
@@ -333,6 +243,8 @@ def imported(path, meta):
     return {"source": meta.source, "source_zip": path / SOURCE if meta.source else None}
 
 
+# The flags that the run has follow from those that were asked for: first the commits of data on the Hub, then what the
+# run's beginning says, then the model of its plan, and last what is looked up once: a resumed run compares it.
 def make_task(flags, device_type, world_size, directory):
     """Returns the LanguageTask for base_train's Flags. Raises BadInput.
 
@@ -342,34 +254,39 @@ def make_task(flags, device_type, world_size, directory):
         read_mixture(flags.data.mixture)  # refuses wrong names and weights before any work
     tokenizer = run_tokenizer(flags)
     saved = saved_meta(flags, directory)
-    flags = flags.at_commits(saved and saved.flags)
-    # Settled flags have a value for every flag of the model. Only the values of the command line itself must agree with
-    # the checkpoint (resumed), so they are kept.
-    given = asdict(flags.model)
-    flags, start, lacks = find_start(flags, saved, tokenizer, directory)
+    begun = find_beginning(flags.at_commits(saved and saved.flags), saved, tokenizer, directory)
+    plan = _plan_run(begun.flags, tokenizer, device_type, world_size, saved)
+    settled = begun.flags.settled(plan.config)
+    if not saved:
+        require_time(plan, settled.batch.num_iterations)
+    data_fingerprint, about_data = check_data(settled, plan, tokenizer)
+    teacher = find_teacher(settled, plan, tokenizer, directory)
+    if settled.data.fim_rate:
+        check_fim(f"--fim_rate={settled.data.fim_rate:g}", tokenizer, plan.config.max_seq_len)
+    sets = settled.data.validation_sets()
+    places = [f"{name}={data.val_dir}" if name else data.val_dir or "" for name, data in sets.items()]
+    looked_up = settled.replace(
+        eval_tokens=_eval_tokens(settled.record.eval_tokens, plan), validation=",".join(places),
+        teacher=str(teacher.path) if teacher else "")  # today's newest checkpoint, should it train further
+    of_import = imported(begun.point.path, begun.point.meta) if begun.point else {}
+    return LanguageTask(
+        looked_up, plan, tokenizer, asdict(flags.model), teacher, data_fingerprint, about_data, start=begun.point,
+        lacks=begun.lacks, validation_sets=sets, sources=settled.data.source_names(), **of_import)
+
+
+def _plan_run(flags, tokenizer, device_type, world_size, saved):
     try:
-        plan = make_plan(flags, tokenizer.n_vocab, device_type, world_size, saved)
+        return make_plan(flags, tokenizer.n_vocab, device_type, world_size, saved)
     except BadInput as error:
         if saved or not flags.record.checkpoint_mirror:
             raise
         raise BadInput(f"{error}. No checkpoint of the run is on this disk, so flags of the model have their defaults: "
                        "to resume from the mirror, give them all") from None
-    flags = flags.settled(plan.config)
-    if flags.record.eval_tokens == -1:
-        fewest, most = EVAL_TOKENS
-        flags = flags.replace(eval_tokens=min(max(plan.tokens(0, plan.num_iterations) // 20, fewest), most))
-    if not saved:
-        require_time(plan, flags.batch.num_iterations)
-    data_fingerprint, about_data = check_data(flags, plan, tokenizer)
-    teacher = find_teacher(flags, plan, tokenizer, directory)
-    if teacher:
-        flags = flags.replace(teacher=str(teacher.path))  # today's newest checkpoint, should it train further
-    sets = flags.data.validation_sets()
-    places = []
-    for name, data in sets.items():
-        places.append(f"{name}={data.val_dir}" if name else data.val_dir or "")
-    flags = flags.replace(validation=",".join(places))
-    if flags.data.fim_rate:
-        check_fim(f"--fim_rate={flags.data.fim_rate:g}", tokenizer, plan.config.max_seq_len)
-    return LanguageTask(flags, plan, tokenizer, given, teacher, data_fingerprint, about_data, start, lacks,
-                        sets, flags.data.source_names(), **(imported(start.path, start.meta) if start else {}))
+
+
+def _eval_tokens(asked, plan):
+    """Returns the tokens of an evaluation. asked: --eval_tokens."""
+    if asked != -1:
+        return asked
+    fewest, most = EVAL_TOKENS
+    return min(max(plan.tokens(0, plan.num_iterations) // 20, fewest), most)

@@ -1,5 +1,10 @@
 """Starts a training run: prepares it in the parent process, then trains in one process per chip.
 
+    launch(flags, device_type, make_task)        # base_train.py and puzzle_train.py call it
+        prepare(…)                               # in the parent process: a Run, checked (prepare.py)
+        spawn(run, watchdog)                     # a process per chip
+            Trainer(run, dist).train()           # in each of them (trainer.py)
+
 No line at module level touches the XLA runtime: each of these processes starts its own.
 """
 import os

@@ -18,7 +18,7 @@ from nanochat.train.prepare import run_directory
 ROW_FLAGS = ("seq_len_ramp", "fim_rate", "num_lanes")
 
 
-class Start(NamedTuple):
+class StartingPoint(NamedTuple):
     """Another run's checkpoint, with which a run begins."""
     path: Path
     meta: Meta
@@ -83,8 +83,10 @@ def with_start(flags):
     if not flags.start.init_from:
         return flags
     directory = run_directory(flags)
-    flags, start, _ = find_start(flags, saved_meta(flags, directory), run_tokenizer(flags), directory)
-    return flags.replace(init_from=str(start.path)) if start else flags  # run_tokenizer finds a path again, anywhere
+    begun = find_beginning(flags, saved_meta(flags, directory), run_tokenizer(flags), directory)
+    if not begun.point:
+        return begun.flags
+    return begun.flags.replace(init_from=str(begun.point.path))  # run_tokenizer finds a path again, anywhere
 
 
 def run_tokenizer(flags):
@@ -92,22 +94,29 @@ def run_tokenizer(flags):
     it began or begins, else the default. Raises BadInput."""
     checkpoints = [] if flags.run.starts_over else on_disk.list_checkpoints(run_directory(flags))
     if not checkpoints and flags.start.init_from:
-        with suppress(BadInput):  # find_start says what is wrong
+        with suppress(BadInput):  # find_beginning says what is wrong
             checkpoints = [on_disk.find_checkpoint(flags.start.init_from)]
     of_source = [path for path in checkpoints if (path / SOURCE).exists()]  # a damaged one may lack it
     return load_tokenizer(flags.data.tokenizer_dir, of_source[-1] if of_source else None)
 
 
-# A run begins with nothing, or with the weights of another one and its optimizer's state (--init_from). A run that has
-# a checkpoint of its own does not begin: it goes on as it once began, and the command need not repeat how.
-def find_start(flags, saved, tokenizer, directory):
-    """Returns base_train's Flags with what follows from --init_from, the Start or None, and why the run lacks it or
-    None. Raises BadInput. saved: the Meta from which the run resumes, or None; directory: of the run."""
+class Beginning(NamedTuple):
+    """How a run begins: from nothing, with another run's checkpoint, or not at all here."""
+    flags: object  # base_train's Flags, with what follows from --init_from
+    point: StartingPoint | None = None
+    lacks: str | None = None  # why a new run cannot begin
+
+
+# A run that has a checkpoint of its own does not begin: it goes on as it once began, and the command need not repeat
+# how.
+def find_beginning(flags, saved, tokenizer, directory):
+    """Returns the Beginning of a run with base_train's Flags. Raises BadInput. saved: the Meta from which the run
+    resumes, or None; directory: of the run."""
     name = flags.start.init_from
     if saved:
-        return as_begun(flags, saved), None, None
+        return Beginning(as_begun(flags, saved))
     if not name:
-        return flags, None, None
+        return Beginning(flags)
     what = f"--init_from={name}"
     try:
         path = on_disk.find_checkpoint(name)
@@ -115,14 +124,14 @@ def find_start(flags, saved, tokenizer, directory):
         if flags.record.checkpoint_mirror is None:
             raise
         # The machine may be new, and the mirror may have a checkpoint of this run.
-        return flags.replace(**vars(StartFlags())), None, f"{what}: {error}"
+        return Beginning(flags.replace(**vars(StartFlags())), lacks=f"{what}: {error}")
     meta, config = other_model(what, path, directory)
     if is_given(flags.model.max_seq_len):
         config = config.with_rows(flags.model.max_seq_len)
-    start = Start(path, meta, f"{meta.flags.get('run', path.absolute().parent.name)}/step_{meta.step:06d}")
-    _require_start(what, start, flags, config, tokenizer)
-    begun = StartFlags(start.name, start.has_optimizer, saved_start(meta).earlier_steps, rate_horizon=0)
-    return flags.settled(config).replace(**vars(begun)), start, None
+    point = StartingPoint(path, meta, f"{meta.flags.get('run', path.absolute().parent.name)}/step_{meta.step:06d}")
+    _require_point(what, point, flags, config, tokenizer)
+    started = StartFlags(point.name, point.has_optimizer, saved_start(meta).earlier_steps, rate_horizon=0)
+    return Beginning(flags.settled(config).replace(**vars(started)), point)
 
 
 def as_begun(flags, meta):
@@ -161,10 +170,10 @@ def other_model(what, path, directory):
     return meta, config
 
 
-def _require_start(what, start, flags, config, tokenizer):
-    """Raises BadInput if a run with the Flags cannot begin with a Start, whose model has this config."""
-    require_same(start.path, {"the hash of the tokenizer": (start.meta.tokenizer_sha256, tokenizer.sha256)})
-    require_as_saved(vars(flags.model), config, start.path, otherwise="")
-    problem = on_disk.find_problem(start.path, weights_only=not start.has_optimizer)
+def _require_point(what, point, flags, config, tokenizer):
+    """Raises BadInput if a run with the Flags cannot begin with a StartingPoint, whose model has this config."""
+    require_same(point.path, {"the hash of the tokenizer": (point.meta.tokenizer_sha256, tokenizer.sha256)})
+    require_as_saved(vars(flags.model), config, point.path, otherwise="")
+    problem = on_disk.find_problem(point.path, weights_only=not point.has_optimizer)
     if problem:
         raise BadInput(f"{what} is damaged ({problem}): use another checkpoint")

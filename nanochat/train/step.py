@@ -3,7 +3,16 @@
     training = TrainingStep(model, optimizer, Objective(loss), dist)
     measured = training.run(batches, training.optimizer.scheduled(step))
 
-Training, preflight and benches run this class. A task brings the model, optimizer, objective and batches.
+For the task of C++ (language.py), run() does this:
+
+    for _ in range(micro_steps):
+        rows = next(batches)["rows"].to(device)                    # (B, T + 1)
+        loss = model(rows[:, :-1], rows[:, 1:])                    # forward
+        (loss / (micro_steps × ranks)).backward()                  # adds to each weight's main_grad
+    optimizer.update(scheduled, sums)                              # sums main_grad over the ranks; Muon and AdamW
+
+The trainer (trainer.py), preflight and benches run this class. A task brings the model, optimizer, objective and
+batches.
 """
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -54,6 +63,50 @@ class TrainingStep:
         self.loss_scale = torch.tensor(1 / (micro_steps * optimizer.mesh.readers)).to(dist.device)
         model.after_update()
 
+    def run(self, batches, scheduled):
+        """Runs one optimizer step on the next micro-batches of the iterator `batches` over {name: CPU tensor}. Returns
+        the result of update, still on the device, without waiting for it."""
+        for _ in range(self.micro_steps):
+            with self.observer.data_wait():
+                batch = next(batches)
+            self._run_micro_step(self.micro_step_name, batch)
+        scheduled = scheduled.to(self.dist.device)
+        with self.observer.program("update", collective=True, scheduled=scheduled):
+            return self.update(scheduled)
+
+    def _run_micro_step(self, name, batch):
+        batch = {key: tensor.to(self.dist.device) for key, tensor in batch.items()}
+        # A micro-step has collectives only if the mesh divides the weights. Otherwise only the update has, and ranks
+        # may run apart within a step.
+        with self.observer.program(name, self.optimizer.mesh.divides_weights, **batch):
+            self.micro_step(batch)
+
+    # The two programs
+
+    def micro_step(self, batch):
+        """Adds the gradients of one micro-batch, and its losses × loss_scale to `sums`. batch: {name: tensor}."""
+        losses, carry = self.objective.loss(self.compiled_model, self.carry, **batch)
+        # In place: the carry stays the same tensor from one micro-step to the next, an argument and a result of the
+        # program, as the sums of the gradients.
+        for name, tensor in self.carry.items():
+            tensor.copy_(carry[name])
+        losses = {name: losses[name] * self.loss_scale for name in self.sums}
+        next(iter(losses.values())).backward()
+        for name, total in self.sums.items():
+            total += losses[name].detach()
+
+    def update(self, scheduled):
+        """Updates the weights from the gradients of all ranks.
+
+        scheduled: from optimizer.scheduled, on the device. Returns Measured (optim.py): the means of `sums` over the
+        global batch, by name, and the optimizer's measurements.
+        """
+        measured = self.optimizer.update(scheduled, self.sums)
+        self.model.after_update()
+        return measured
+
+    # What stays on the device
+
     @property
     def teacher(self):
         return self.objective.teacher
@@ -96,48 +149,6 @@ class TrainingStep:
             self._run_micro_step(name, batch)
         with one_program(self.dist, "clear"), torch.no_grad():
             self.optimizer.clear(self.sums.values())
-
-    # The two programs
-
-    def micro_step(self, batch):
-        """Adds the gradients of one micro-batch, and its losses × loss_scale to `sums`. batch: {name: tensor}."""
-        losses, carry = self.objective.loss(self.compiled_model, self.carry, **batch)
-        # In place: the carry stays the same tensor from one micro-step to the next, an argument and a result of the
-        # program, as the sums of the gradients.
-        for name, tensor in self.carry.items():
-            tensor.copy_(carry[name])
-        losses = {name: losses[name] * self.loss_scale for name in self.sums}
-        next(iter(losses.values())).backward()
-        for name, total in self.sums.items():
-            total += losses[name].detach()
-
-    def update(self, scheduled):
-        """Updates the weights from the gradients of all ranks.
-
-        scheduled: from optimizer.scheduled, on the device. Returns Measured (optim.py): the means of `sums` over the
-        global batch, by name, and the optimizer's measurements.
-        """
-        measured = self.optimizer.update(scheduled, self.sums)
-        self.model.after_update()
-        return measured
-
-    def run(self, batches, scheduled):
-        """Runs one optimizer step on the next micro-batches of the iterator `batches` over {name: CPU tensor}. Returns
-        the result of update, still on the device, without waiting for it."""
-        for _ in range(self.micro_steps):
-            with self.observer.data_wait():
-                batch = next(batches)
-            self._run_micro_step(self.micro_step_name, batch)
-        scheduled = scheduled.to(self.dist.device)
-        with self.observer.program("update", collective=True, scheduled=scheduled):
-            return self.update(scheduled)
-
-    def _run_micro_step(self, name, batch):
-        batch = {key: tensor.to(self.dist.device) for key, tensor in batch.items()}
-        # A micro-step has collectives only if the mesh divides the weights. Otherwise only the update has, and ranks
-        # may run apart within a step.
-        with self.observer.program(name, self.optimizer.mesh.divides_weights, **batch):
-            self.micro_step(batch)
 
     # Checkpoints. The carry is among the optimizer's state, in the order of the slots, whatever the number of ranks.
 

@@ -1,11 +1,12 @@
 """The interface between the trainer and a task.
 
 A task defines its data, model, loss and evaluations. The trainer, checkpoints, stopping, watchdog, log and preflight
-know only this interface. LanguageTask (language.py) is one.
+know only this interface. LanguageTask (language.py) is one, the Sudokus of puzzles/ are another.
 """
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 
 def flags_of(groups, but):
@@ -25,23 +26,41 @@ class Event:
     is_due_at_start: bool = False  # also before the first step of a run
 
 
-class Task(Protocol):
-    """The parent process makes a task and hands it to the ranks: it can be pickled and holds no device's memory.
+class TaskPlan(Protocol):
+    """What follows from the flags and the number of devices."""
+    num_iterations: int
+    micro_steps: int  # of an optimizer step
+    device_type: str
+    world_size: int
+    unit: str  # of work, such as "tokens"
+    flops_per_unit: float  # at the end of the run
+    switches: tuple  # the steps at which the shape of a batch changes
+    # For the preflight:
+    kernel: str
+    parameters: dict  # {group: number}
+    stages: tuple  # ((first step, step after the last, name of the micro-step), …)
 
-    flags: groups of flags, among them `run`, `devices` and `record` (flags.py), with `as_dict()`.
-    name: as in a checkpoint's Meta. changing_flags: names of the flags whose change is printed when a run resumes.
-    console: {metric: its format on the console} of the metrics that only this task has, {"exact": "{:.1%} solved"}.
-    plan: `num_iterations`; `micro_steps` of an optimizer step; `device_type`, `world_size`; the unit of work, `unit`
-        ("tokens"), with `units(begin, end)`, `flops(begin, end)` of these steps and `flops_per_unit` in the end;
-        `switches`, the steps at which the shape of a batch changes. For the preflight also `kernel`, a name,
-        `parameters`, {group: number}, and `stages`, ((first step, step after the last, name of the micro-step), …).
-    data_fingerprint: of the training data; None if synthetic.
-    origin: the checkpoint of another run with which a new run begins, as text that all hosts must agree on; or None.
-    source_zip: the path of the on_disk.SOURCE that every checkpoint of the run holds, too; or None.
-    to_use_it: the end of a line that says where the model is: a command that uses it, or "".
-    lacks: why a new run of the task cannot begin (it could resume), or None.
-    num_lanes: the number of data states in a checkpoint, of all ranks together.
-    """
+    def units(self, begin, end):
+        """Returns the units of work of steps `begin` to `end` - 1."""
+
+    def flops(self, begin, end):
+        """Returns the FLOPs of the same steps."""
+
+
+class Task(Protocol):
+    """The parent process makes a task and hands it to the ranks: it can be pickled and holds no device's memory."""
+
+    flags: Any  # groups of flags, among them `run`, `devices` and `record` (flags.py), with as_dict()
+    name: str  # as in a checkpoint's Meta
+    changing_flags: tuple  # names of the flags whose change is printed when a run resumes
+    console: dict  # {metric that only this task has: its format on the console}, {"exact": "{:.1%} solved"}
+    plan: TaskPlan
+    data_fingerprint: str | None  # of the training data; None if synthetic
+    origin: str | None  # the checkpoint with which a new run begins, as text that all hosts must agree on
+    source_zip: Path | None  # the on_disk.SOURCE that every checkpoint of the run holds, too
+    to_use_it: str  # the end of a line that says where the model is: a command that uses it, or ""
+    lacks: str | None  # why a new run of the task cannot begin (it could resume)
+    num_lanes: int  # the number of data states in a checkpoint, of all ranks together
 
     def describe(self):
         """Returns the plan as lines for a person."""

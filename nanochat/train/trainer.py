@@ -1,4 +1,9 @@
-"""The training loop of one rank. It knows when something happens, and the task (task.py) what happens."""
+"""The training loop of one rank. It knows when something happens, and the task (task.py) what happens.
+
+launch.py makes a Trainer in each rank and calls train(). Its loop runs train_step until the end of the run, and between
+two steps it logs, saves and evaluates. train_step hands over to TrainingStep.run (step.py), where forward pass,
+backward pass and update are.
+"""
 import math
 import time
 from dataclasses import dataclass

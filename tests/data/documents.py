@@ -6,7 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from nanochat.data.fim import KINDS, Infilling
-from nanochat.data.loader import DataLoader, Rows
+from nanochat.data.loader import DataLoader, RankRows
 from nanochat.data.shards import open_shards
 
 
@@ -35,14 +35,14 @@ def make_texts(count, seed=0):
 
 
 def rows_and_others(options):
-    """Returns Rows of those of the options that are its fields, and the other options."""
-    names = [field.name for field in fields(Rows)]
-    return Rows(**{name: options[name] for name in names if name in options}), \
+    """Returns RankRows of those of the options that are its fields, and the other options."""
+    names = [field.name for field in fields(RankRows)]
+    return RankRows(**{name: options[name] for name in names if name in options}), \
         {name: value for name, value in options.items() if name not in names}
 
 
 def open_loader(paths, tokenizer=None, skip_bad=False, fim_rate=0.0, fim_kinds=KINDS, **options):
-    """Returns a DataLoader over shards. options: fields of Rows, of which some have a default here, and arguments."""
+    """Returns a DataLoader over shards. options: fields of RankRows, some with a default here, and arguments."""
     rows, options = rows_and_others({"batch_size": 4, "seq_len": 128, "num_lanes": 8, **options})
     if fim_rate:
         options["infilling"] = Infilling(fim_rate, rows.seed, fim_kinds)

@@ -7,7 +7,7 @@ import torch
 
 from nanochat.data import loader
 from nanochat.data.lanes import PADDING
-from nanochat.data.loader import DataLoader, Rows
+from nanochat.data.loader import DataLoader, RankRows
 from nanochat.data.shards import list_shards, open_shards
 from nanochat.data.tokenizer import FIM_TOKENS, load_tokenizer
 from nanochat.device.ranks import Dist
@@ -23,7 +23,7 @@ def evaluate(corpus_dir, byte_tokenizer_dir):
     def run(model, num_rows, batch_size=3):
         tokenizer = load_tokenizer(byte_tokenizer_dir)
         shards = open_shards(list_shards(corpus_dir / "val"))
-        with DataLoader(shards, tokenizer, Rows(batch_size, seq_len=32), num_rows=num_rows) as rows:
+        with DataLoader(shards, tokenizer, RankRows(batch_size, seq_len=32), num_rows=num_rows) as rows:
             return bits_per_byte(model, rows, tokenizer.token_bytes(), CPU)
 
     return run

@@ -17,7 +17,7 @@ import torch
 from nanochat.checkpoint.meta import Meta
 from nanochat.checkpoint.saver import save_checkpoint
 from nanochat.common import BadInput, get_base_dir, locked
-from nanochat.data.loader import DataLoader, Rows
+from nanochat.data.loader import DataLoader, RankRows
 from nanochat.data.shards import open_shards, whole_texts
 from nanochat.kernels.choose import get_kernels
 from nanochat.model.llama import LlamaConfig
@@ -163,7 +163,7 @@ def test_a_short_training_reads_old_files_to_their_ends(tmp_path, monkeypatch):
     pq.write_table(pa.table({"text": texts}), tmp_path / "a.parquet", row_group_size=8)
     monkeypatch.setenv("CPU_NUM_DEVICES", "4")
     for device_type, ranks in (("cpu", 1), ("xla", 4)):
-        rows = Rows(batch_size=160, seq_len=256, num_lanes=begun_with(device_type=device_type).data.num_lanes)
+        rows = RankRows(batch_size=160, seq_len=256, num_lanes=begun_with(device_type=device_type).data.num_lanes)
         assert rows.num_lanes % ranks == 0
         with DataLoader(open_shards([tmp_path / "a.parquet"]), ByteTokenizer(), rows) as loader:
             read = bytes(next(loader).rows.clamp(0, 255).to(dtype=torch.uint8).flatten().tolist())

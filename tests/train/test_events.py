@@ -13,7 +13,7 @@ from nanochat.device.ranks import Dist
 from nanochat.infer import loss_eval
 from nanochat.infer.loss_eval import Evaluation
 from nanochat.model.rates import OptimConfig, lr_multiplier
-from nanochat.train import language
+from nanochat.train import evaluation, language
 from nanochat.train.flags import Flags, LanguageRecordFlags, parse_flags
 from nanochat.train.language import LanguageTask
 from nanochat.train.plan import make_plan
@@ -125,7 +125,7 @@ def test_all_sets_and_middles_share_the_tokens_and_each_counts_its_own_batches(
         assert not any(is_cut_short() for _ in loader)
         return Evaluation(1.0, 1, is_whole_text=False)
 
-    monkeypatch.setattr(language, "bits_per_byte", read_all)
+    monkeypatch.setattr(evaluation, "bits_per_byte", read_all)
     monkeypatch.setattr(loss_eval, "PROGRESS_S", -1)
     places = ",".join(f"{name}={corpus_dir}/val" for name in sets)
     task = small_task("--fim_rate=0.5", f"--eval_tokens={eval_tokens}", f"--val_dir={places}")

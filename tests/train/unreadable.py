@@ -8,7 +8,7 @@ from nanochat.data.loader import DataLoader
 from nanochat.train.language import LanguageTask
 from scripts import base_train
 
-open_rows = LanguageTask._open_rows
+open_rows = LanguageTask.open_rows
 
 
 class EndsEarly(DataLoader):
@@ -39,5 +39,5 @@ def main(argv):
             loader.__class__ = EndsEarly
         return loader
 
-    with mock.patch.object(LanguageTask, "_open_rows", open_text):
+    with mock.patch.object(LanguageTask, "open_rows", open_text):
         return base_train.main(argv)
