@@ -289,11 +289,9 @@ class _Once(argparse.Action):
         if self.nargs == 0:
             value = True
         name = f"--{self.dest}"
-        if self.given and self.given[0] != value:
+        if self.given not in (None, [value]):
             parser.error(f"{name} is given twice, with two values: {name}={_shown(self.given[0])} and "
                          f"{name}={_shown(value)}: leave one of them out")
-        if self.given:
-            print(f"{name} is given twice, with the same value", file=sys.stderr)
         self.given = [value]
         setattr(namespace, self.dest, value)
 

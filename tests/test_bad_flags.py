@@ -94,8 +94,7 @@ def in_folder(folder):
 
 @pytest.mark.parametrize("name", sorted(WORK))
 def test_bad_flags_are_one_line_that_names_what_is_wrong(name, corpus_dir, byte_tokenizer_dir, base_dir, tmp_path,
-                                                         monkeypatch, request):
-    """With 100 command lines; with 30 where only the quick tests run."""
+                                                         monkeypatch):
     module = importlib.import_module(name if name.startswith("dev.") else f"scripts.{name}")
     if name == "lsp":
         pytest.importorskip("pygls")
@@ -145,9 +144,7 @@ def test_bad_flags_are_one_line_that_names_what_is_wrong(name, corpus_dir, byte_
     write_puzzles(made_puzzles, (2, 2), dict.fromkeys(("train", "val"), [([0] * 16, [1] * 16, 0)]))
     outcomes = set()
 
-    max_examples = 30 if request.config.getoption("markexpr") == "not slow" else 100
-
-    @settings(max_examples=max_examples, deadline=None, database=None, derandomize=True,
+    @settings(max_examples=30, deadline=None, database=None, derandomize=True,
               suppress_health_check=list(HealthCheck))
     @given(command_lines(module))
     def call(found):

@@ -20,7 +20,6 @@ import hashlib
 import json
 import math
 import re
-import sys
 from bisect import bisect_right
 from dataclasses import replace
 from functools import cache
@@ -37,6 +36,7 @@ from nanochat.data.shards import fingerprint, open_text, read_pieces
 NAME = r"(?!.*per_s$)[A-Za-z]\w*"  # of a source or validation set, whose tokens_NAME must not be tokens_per_s
 GOLDEN = (math.sqrt(5) - 1) / 2
 SILVER = math.sqrt(2) - 1
+MAX_WEIGHT = 1e9
 SAMPLED_GROUPS = 8  # row groups of a source of whose text the tokens are counted
 SAMPLE_BYTES = 1 << 18  # of each
 
@@ -159,12 +159,10 @@ def _weights_of(weights, sources):
     for name, weight in weights.items():
         if name not in sources:
             raise BadInput(f"weights name {name}, which is none of the sources {', '.join(sources)}: correct it")
-        if type(weight) not in (int, float) or not 0 < weight <= sys.float_info.max:
-            raise BadInput(f"the weight of {name} is {str(weight)[:20]}, which is not a number above 0: leave a "
-                           "source out that is not to be read")
+        if type(weight) not in (int, float) or not 0 < weight <= MAX_WEIGHT:
+            raise BadInput(f"the weight of {name} is {str(weight)[:20]}, which is not a number above 0 and of at most "
+                           f"{MAX_WEIGHT:g}: leave a source out that is not to be read")
     total = sum(weights.values())
-    if total > sys.float_info.max:  # 2**-64 changes no digit
-        return _weights_of({name: weight * 2**-64 for name, weight in weights.items()}, sources)
     return tuple(weights.get(name, 0) / total for name in sources)
 
 

@@ -5,19 +5,15 @@ import torch
 
 from nanochat.common import BadInput, say
 from nanochat.device import tpu
-from nanochat.device.tpu import GIB
 from nanochat.kernels.choose import get_kernels
 from nanochat.model.models import describe
 from nanochat.model.rates import lr_stages
 from nanochat.model.weights import matrix_parameters, shapes
 from nanochat.record.metrics import format_duration
 
-ASSUMED_MFU = 0.3  # for the estimated time
 SHORT_FLOPS = 1e14  # a CPU is done with a shorter run in minutes
 DAY_S = 86400
 FIRST_TRY = "--num_iterations=100 --max_seq_len=256 --device_batch_size=4 --total_batch_size=4096"
-
-TABLES = ("embedding", "head", "value embeddings")  # of the parameters: rows of tokens
 
 
 def describe_plan(plan, tokenizer):
@@ -43,7 +39,9 @@ def describe_plan(plan, tokenizer):
     if plan.switches:
         lines["rows"] = _describe_rows(plan)
     if plan.mesh.divides_weights:
-        lines["mesh"] = describe_mesh(plan)
+        mesh = plan.mesh
+        lines["mesh"] = (f"{mesh}, chip r at (r // {mesh.fsdp * mesh.tensor}, r // {mesh.tensor} % {mesh.fsdp}, "
+                         f"r % {mesh.tensor})")
     return [f"{name:>11}  {text}" for name, text in lines.items()]
 
 
@@ -71,20 +69,6 @@ def _describe_compute(plan):
     return f"{text}, {plan.flops(0, plan.num_iterations):.3e} in all"
 
 
-def describe_guess(plan):
-    """Returns a line for a person, in a list: how long the run takes by an assumed MFU; [] for an unknown device."""
-    peak = tpu.peak_flops_here(plan.device_type)
-    if not peak:
-        return []
-    accelerator = tpu.detect_accelerator() if plan.device_type == "tpu" else None
-    hours = plan.flops(0, plan.num_iterations) / (peak * plan.world_size * ASSUMED_MFU) / 3600
-    text = f"{hours:.1f} h"
-    price = accelerator and tpu.usd_per_hour(accelerator, spot=True)
-    if price:
-        text += f", {hours * price:.0f} USD on spot in the dearest region"
-    return [f"      guess  {text}, if {ASSUMED_MFU:.0%} of the peak is reached"]
-
-
 def _describe_rates(plan):
     """Returns the learning rates and when they rise and fall, with steps counted from 1, as in the log."""
     optimizer = plan.optimizer
@@ -105,69 +89,6 @@ def _describe_rates(plan):
             rates.append(f"{what} {rules.adam[name].lr if name in rules.adam else rules.matrix_lr:.3g}")
     heights = ", ".join(rates)
     return f"{rises}, {falls}; at lr 1.000: {heights}"
-
-
-def describe_mesh(plan):
-    """Returns the mesh of a Plan that divides the weights: where its chips stand, what each holds, and what a
-    micro-step moves."""
-    mesh = plan.mesh
-    held = held_bytes(plan.parameters, plan.dtype.itemsize, mesh, plan.config.n_layer, plan.rules)
-    holds = ", ".join(f"{size / GIB:.2f} GiB {name}" for name, size in held.items())
-    moved = []
-    if mesh.fsdp > 1:
-        moved.append(_describe_fsdp(plan))
-    if mesh.tensor > 1:
-        moved.append(_describe_tensor(plan))
-    return (f"{mesh}, chip r at (r // {mesh.fsdp * mesh.tensor}, r // {mesh.tensor} % {mesh.fsdp}, r % {mesh.tensor}); "
-            f"a chip holds {holds}; a micro-step sends {', and '.join(moved)}")
-
-
-def held_bytes(parameters, size, mesh, layers, rules):
-    """Returns the bytes that a chip holds between programs, {what: bytes}.
-
-    parameters: {group: number}; size: the bytes of a weight. The chips divide the optimizer's state, fp32 weights and
-    averages: one of a matrix that Muon updates, else two. It has whole layers of the matrices.
-    """
-    weights = sum(parameters.values()) / (mesh.fsdp * mesh.tensor)
-    tables = 12 * sum(parameters.get(name, 0) for name in TABLES)
-    # A chip gets whole layers of each stack, because Muon needs whole matrices; zeros pad their number.
-    matrices = parameters["matrices"] // layers * (layers + -layers % mesh.chips)
-    of_matrix = 12 if "attn_q" in rules.adam else 8
-    optimizer = (of_matrix * matrices + tables) / mesh.chips
-    return {"weights": size * weights, "gradients": 4 * weights, "optimizer": optimizer}
-
-
-def _describe_fsdp(plan):
-    """Returns what a chip sends along fsdp in a micro-step."""
-    tables = sum(plan.parameters.get(name, 0) for name in TABLES)
-    # Parameters sent: both loops over the layers, forward and backward, gather the matrices; tables are gathered once;
-    # the gradients of both are exchanged once.
-    gathered = 3 * plan.parameters["matrices"] + 2 * tables
-    num_bytes = plan.dtype.itemsize * gathered / plan.mesh.tensor * _others(plan.mesh.fsdp)
-    return (f"{num_bytes / 1e9:.3g} GB from each along fsdp: matrices twice, tables (embedding, head, value "
-            "embeddings) once, all gradients once")
-
-
-def _describe_tensor(plan):
-    """Returns what a chip sends along tensor in a micro-step."""
-    config = plan.config
-    tokens = plan.device_batch_size * config.max_seq_len
-    # A layer sums after attention and after the MLP, in the forward and the backward pass; recomputing it repeats one
-    # of these. A sum is sent twice, as parts to add up and as results. Value embeddings are added up once, and their
-    # gradients gathered.
-    of_layer = 5 if plan.activation_checkpointing == "all" else 4
-    sums = of_layer * config.n_layer + 2
-    values = config.has_values * config.n_kv_head * config.head_dim
-    num_bytes = plan.dtype.itemsize * tokens * (2 * sums * config.n_embd + 3 * values) * _others(plan.mesh.tensor)
-    text = f"{num_bytes / 1e9:.3g} GB from each along tensor, adding up activations {sums} times"
-    if config.has_values:
-        text += ", and the vectors of --value_embeddings"
-    return text
-
-
-def _others(ranks):
-    """Returns the fraction of an array that a rank of a ring sends if each part goes to another rank."""
-    return (ranks - 1) / ranks
 
 
 # On a CPU

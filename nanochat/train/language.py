@@ -26,7 +26,7 @@ from nanochat.model.optim import MuonAdamW
 from nanochat.model.parts import Parts
 from nanochat.model.rates import OptimConfig
 from nanochat.model.weights import initial_weights
-from nanochat.train.describe import describe_guess, describe_plan, require_time
+from nanochat.train.describe import describe_plan, require_time
 from nanochat.train.evaluation import evaluate, sample
 from nanochat.train.flags import BatchFlags, DistillationFlags, Flags
 from nanochat.train.plan import Plan, make_plan
@@ -108,8 +108,6 @@ class LanguageTask:
 
     def describe(self):
         lines = describe_plan(self.plan, self.tokenizer)
-        if not self.flags.run.preflight:  # otherwise the compiler has estimated it
-            lines += describe_guess(self.plan)
         if self.flags.data.fim_rate and self.tokenizer.lent:
             meanings = [f"{theirs} means {ours}" for ours, theirs in self.tokenizer.lent.items()]
             lines.append(f"       gaps  the tokenizer has no tokens for them, so {', '.join(meanings)}")

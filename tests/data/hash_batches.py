@@ -1,4 +1,5 @@
 """base_train, with the hash of every row of its training batches appended to the file $HASHES: `row number, CRC-32`.
+Once it takes row number $STOP_AT_ROW, it is asked to stop through the file $REQUESTS.
 
 It runs in the warm processes of warm.py, whose ranks are threads: what main replaces is replaced for all of them.
 """
@@ -7,6 +8,7 @@ import zlib
 from unittest import mock
 
 from nanochat.data import loader as dataloader
+from nanochat.run.agreement import Requests
 from nanochat.train import language
 from scripts import base_train
 
@@ -15,10 +17,14 @@ class HashingLoader(dataloader.DataLoader):
     def __next__(self):
         first, step = self._next_row, self.world_size
         batch = super().__next__()
-        lines = "".join(f"{first + i * step} {zlib.crc32(row.numpy())}\n" for i, row in enumerate(batch.rows))
+        numbers = range(first, first + step * len(batch.rows), step)
+        lines = "".join(f"{number} {zlib.crc32(row.numpy())}\n"
+                        for number, row in zip(numbers, batch.rows, strict=True))
         file = os.open(os.environ["HASHES"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         os.write(file, lines.encode())
         os.close(file)
+        if int(os.environ.get("STOP_AT_ROW", -1)) in numbers:
+            Requests(os.environ["REQUESTS"]).ask_to_stop()
         return batch
 
 

@@ -60,9 +60,9 @@ def test_a_run_from_a_bucket_has_the_losses_and_evaluations_of_one_from_disk(sto
 @pytest.mark.slow
 def test_a_run_sees_the_same_batches_when_it_goes_on_from_a_bucket_and_then_from_disk(train, whole, storage,  # noqa: F811
                                                                                      tmp_path):
-    status, _, first = train("parts", data_dir="gs://b/corpus/train", stop_at=20)
-    assert status == EXIT_STATUS and 20 <= first < STEPS
-    status, _, second = train("parts", devices=1, stop_at=60)
+    status, _, first = train("parts", data_dir="gs://b/corpus/train", stop_at=8)
+    assert status == EXIT_STATUS and 8 <= first < STEPS
+    status, _, second = train("parts", devices=1, stop_at=24)
     assert status == EXIT_STATUS and first < second < STEPS
     status, output, last = train("parts", devices=4, data_dir="gs://b/corpus/train")
     assert status == 0 and last == STEPS and "resuming from" in output

@@ -25,15 +25,14 @@ def test_importing_the_script_leaves_the_xla_runtime_uninitialised():
 
 
 @BOTH_MODELS
-@pytest.mark.parametrize("devices", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_several_devices_give_the_losses_of_one(reference, devices, model):
+def test_two_devices_give_the_losses_of_one(reference, model):
     slowly = *model, "--warmup_steps=6"  # at the full rates, what rounding makes of sums in another order would grow
-    one, several = reference(*slowly), reference(*slowly, devices=devices)
+    one, two = reference(*slowly), reference(*slowly, devices=2)
     assert sorted(one.losses) == [1, 2, 3, 4, 5, 6] and sorted(one.bpb) == [0, 3, 6]
     assert one.bpb[6] < one.bpb[0]
-    assert several.losses == pytest.approx(one.losses, rel=2e-6)
-    assert several.bpb == pytest.approx(one.bpb, rel=2e-6)
-    assert [r["val_bytes"] for r in several.records if "val_bytes" in r] == \
+    assert two.losses == pytest.approx(one.losses, rel=2e-6)
+    assert two.bpb == pytest.approx(one.bpb, rel=2e-6)
+    assert [r["val_bytes"] for r in two.records if "val_bytes" in r] == \
            [r["val_bytes"] for r in one.records if "val_bytes" in r]
 
 
@@ -88,21 +87,21 @@ def test_an_optimizer_that_ranks_share_trains_as_one_that_each_keeps_whole(train
 
 @pytest.mark.slow
 def test_rows_that_become_longer_keep_the_bits_of_a_run_that_resumes_before_at_and_after_the_switch(train, tiny):
-    ramp = "--seq_len_ramp=0:8,2:16,4:32"
-    whole = train(ramp, "--save_every=1", "--keep_checkpoints=9", "--log_every=1", run="parts", devices=2)
+    flags = "--seq_len_ramp=0:16,2:32", "--num_iterations=4", "--save_every=1", "--keep_checkpoints=9", "--log_every=1"
+    whole = train(*flags, run="parts", devices=2)
     assert {record["step"]: (record["tokens"], record["seq_len"]) for record in whole.records if "tokens" in record} \
-        == {step: (512 * step, 8 if step < 3 else 16 if step < 5 else 32) for step in range(1, 7)}
+        == {step: (512 * step, 16 if step < 3 else 32) for step in range(1, 5)}
     compilations = {record["step"]: record["compilations"] for record in whole.records if "compilations" in record}
-    assert len({compilations[step] for step in range(2, 7)}) == 1  # saving has small programs, compiled after step 1
+    assert len({compilations[step] for step in range(2, 5)}) == 1  # saving has small programs, compiled after step 1
     run_dir = get_base_dir() / "checkpoints" / "parts"
-    for step, devices in ((3, 2), (2, 2), (1, 2), (2, 1)):
+    for step, devices in ((3, 2), (2, 2), (1, 1)):
         on_disk.set_aside_after(run_dir, step)
-        resumed = train(ramp, "--save_every=1", "--keep_checkpoints=9", "--log_every=1", run="parts", devices=devices)
+        resumed = train(*flags, run="parts", devices=devices)
         assert f"step_{step:06d}" in resumed.stdout
         if devices == 2:
             assert resumed.losses == whole.losses and resumed.bpb == whole.bpb
         assert resumed.losses == pytest.approx(whole.losses, rel=2e-6)
-    with pytest.raises(BadInput, match="--seq_len_ramp is 0:8,2:16,4:32 there and ''"):
+    with pytest.raises(BadInput, match="--seq_len_ramp is 0:16,2:32 there and ''"):
         base_train.main(last_of_each(*tiny, "--run=parts", "--num_iterations=8"))
 
 
@@ -155,10 +154,9 @@ def test_lines_of_the_log_count_no_evaluation_and_precede_every_checkpoint(train
 
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 2])
-def test_fifty_steps_compile_in_the_first_only_fall_back_never_and_fetch_only_to_log(devices, byte_tokenizer_dir,
-                                                                                     tmp_path):
+def test_steps_compile_in_the_first_only_fall_back_never_and_fetch_only_to_log(devices, byte_tokenizer_dir, tmp_path):
     """Read from torch_xla's own counters, by a program that spawns the ranks as base_train does."""
-    result, kernels = tmp_path / "counters.json", ["current", "chunked"]
+    result, kernels = tmp_path / "counters.json", ["current", "chunked"][devices - 1:]
     process = run_python("-m", "tests.train.count_xla", str(byte_tokenizer_dir), str(result), *kernels, devices=devices)
     assert process.returncode == 0, process.stderr[-4000:]
     by_kernel = json.loads(result.read_text())
@@ -166,12 +164,12 @@ def test_fifty_steps_compile_in_the_first_only_fall_back_never_and_fetch_only_to
     for kernel, counters in by_kernel.items():
         assert counters["fallbacks"] == []
         by_step = counters["compilations"]
-        assert len(by_step) == 50 and len(set(by_step)) == 1, kernel
+        assert len(by_step) == 20 and len(set(by_step)) == 1, kernel
         # on one device the update is the same program with every kernel
         assert counters["programs_of_a_step"] <= 2 and counters["recompiled"] is None, kernel
-        # 50 steps are logged at steps 1, 10, 20 … 50: each loss is one transfer, made then and not before
+        # 20 steps are logged at steps 1, 10 and 20: each loss is one transfer, made then and not before
         assert counters["transfers_between_logs"] == 0
-        assert counters["transfers"] == 50 * devices
+        assert counters["transfers"] == 20 * devices
 
 
 @pytest.mark.slow
@@ -179,10 +177,9 @@ def test_fifty_steps_compile_in_the_first_only_fall_back_never_and_fetch_only_to
 def test_every_kernel_trains_as_the_plain_one_does(reference, kernel):
     """With few optimisations XLA adds long sums one number at a time: losses differ by 9e-5 after 20 steps, 3e-5 after
     12, and with all optimisations by 4e-6 after 20."""
-    flags = ("--model_dim=128", "--num_heads=1", "--num_iterations=12", "--eval_every=12", "--warmup_steps=2",
-             "--eval_tokens=4096")
+    flags = "--model_dim=128", "--num_heads=1", "--warmup_steps=2", "--eval_every=6"
     plain, found = reference(*flags, "--kernel=current"), reference(*flags, f"--kernel={kernel}")
-    assert plain.losses[12] < plain.losses[1] - 0.1
+    assert plain.bpb[6] < plain.bpb[0]
     assert found.losses == pytest.approx(plain.losses, rel=1e-4) and found.bpb == pytest.approx(plain.bpb, rel=1e-4)
 
 

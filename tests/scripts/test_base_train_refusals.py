@@ -24,22 +24,14 @@ from tests.warm import TIMEOUT_S
     (["--tokenizer_dir=/nowhere"], "no tokenizer in /nowhere"),
     (["--data_dir=/nowhere"], "no train data: /nowhere"),
     (["--run=a/b"], "--run=a/b"),
-    (["--run=~"], "--run=~"),
-    (["--run=-x"], "--run=-x"),
     (["--num_kv_heads=3"], "--num_kv_heads=3"),
-    (["--depth=0"], "--depth=0"),
     (["--profile_steps=3"], "--profile_steps=3 is not BEGIN:END"),
-    (["--profile_steps=3:3"], "--profile_steps=3:3 is not"),
     (["--profile_steps=3:7"], "END at most the run's 6 steps"),
-    (["--lr_scale=0"], "--lr_scale=0 is not a number above 0"),
     (["--val_dir=/nowhere", "--eval_every=-1"], "no val data: /nowhere"),
-    (["--fim_rate=2"], "--fim_rate=2"),
     (["--fim_rate=0.5"], "--fim_rate=0.5 needs rows .* --max_seq_len=32 is less than 64"),
     (["--fim_rate=0.5", "--max_seq_len=64", "--synthetic_data"], "--fim_rate=0.5 .* --synthetic_data"),
-    (["--dept=4"], "--dept=4 is not a flag: did you mean --depth\\?$"),
     (["--batch_size=8"], r"did you mean --device_batch_size \(rows .*\) or --total_batch_size \(tokens .*\)\?$"),
     (["--seq-len=64"], "--seq_len=64 is not a flag: did you mean --max_seq_len\\?$"),
-    (["--mesh_fsd=2"], "--mesh_fsd=2 is not a flag: did you mean --mesh_fsdp\\?$"),
 ])
 def test_bad_flags_are_refused_with_the_value_and_what_to_do(tiny, flags, words):
     with pytest.raises(BadInput, match=words) as refusal:

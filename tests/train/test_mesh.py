@@ -20,7 +20,7 @@ FLASH = ("--kernel=flash", "--log_every=1", "--depth=3", "--model_dim=256", "--n
          "--max_seq_len=128", "--device_batch_size=1", "--window_pattern=SL", "--activation_checkpointing",
          "--matrix_lr=0.0002", "--num_iterations=4", "--eval_every=4")
 LOWER_RATES = ("--matrix_lr=0.0003", "--embedding_lr=0.005", "--unembedding_lr=0.00006", "--scalar_lr=0.008")
-LONG = ("--num_iterations=8", "--eval_every=8", *LOWER_RATES)  # more steps, in which rounding would grow
+SHORT = ("--num_iterations=4", "--eval_every=4", *LOWER_RATES)
 
 
 def assert_same(run, other):
@@ -43,10 +43,10 @@ def tokenizer_dir(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("data, fsdp, tensor", [
-    (2, 2, 1), (1, 8, 1), (1, 1, 2), (2, 1, 2), (1, 2, 2), (2, 2, 2)])
+@pytest.mark.parametrize("data, fsdp, tensor", [(1, 4, 1), (1, 1, 2), (2, 2, 2)])
 def test_every_mesh_trains_as_the_unsharded_model(train, reference, tokenizer_dir, data, fsdp, tensor):
-    flags = *CHUNKED, *LONG, f"--tokenizer_dir={tokenizer_dir}"
+    """Four chips along fsdp share three layers."""
+    flags = *CHUNKED, *SHORT, f"--tokenizer_dir={tokenizer_dir}"
     sharded = train(*flags, f"--mesh_fsdp={fsdp}", f"--mesh_tensor={tensor}", devices=data * fsdp * tensor)
     whole = reference(*flags)
     assert_same(sharded, whole)
@@ -58,10 +58,9 @@ def test_every_mesh_trains_as_the_unsharded_model(train, reference, tokenizer_di
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fsdp, tensor, more", [
-    (2, 1, ()), (1, 2, ("--tied_head=off", "--num_kv_heads=2", "--activation_checkpointing")),
-    (2, 2, ("--num_kv_heads=2", "--clip_norm=2.4")), (2, 2, ("--tied_head=off",))])
+    (2, 1, ("--activation_checkpointing",)), (2, 2, ("--tied_head=off", "--num_kv_heads=2", "--clip_norm=2.4"))])
 def test_every_mesh_trains_the_other_model_as_the_unsharded_one(train, reference, tokenizer_dir, fsdp, tensor, more):
-    flags = *CHUNKED, *LLAMA, "--num_iterations=8", "--eval_every=8", f"--tokenizer_dir={tokenizer_dir}", *more
+    flags = *CHUNKED, *LLAMA, "--num_iterations=4", "--eval_every=4", f"--tokenizer_dir={tokenizer_dir}", *more
     sharded = train(*flags, f"--mesh_fsdp={fsdp}", f"--mesh_tensor={tensor}", devices=fsdp * tensor)
     whole = reference(*flags)
     assert_same(sharded, whole)
@@ -69,42 +68,30 @@ def test_every_mesh_trains_the_other_model_as_the_unsharded_one(train, reference
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fsdp", [2, 4])
-def test_flash_with_windows_grouped_queries_and_recomputation_does_too(train, reference, tokenizer_dir, fsdp):
-    flags = *FLASH, f"--tokenizer_dir={tokenizer_dir}"
-    assert_same(train(*flags, f"--mesh_fsdp={fsdp}", devices=4), reference(*flags))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("fsdp, tensor", [(1, 2), (2, 2)])
-def test_flash_does_too_where_tensor_divides_its_heads(train, reference, tokenizer_dir, fsdp, tensor):
-    flags = (*FLASH, f"--tokenizer_dir={tokenizer_dir}", "--model_dim=512", "--num_heads=4", "--num_kv_heads=2",
-             *LOWER_RATES[1:], "--warmup_steps=6")  # at the usual rates rounding would grow
-    sharded = train(*flags, f"--mesh_fsdp={fsdp}", f"--mesh_tensor={tensor}", devices=fsdp * tensor)
+@pytest.mark.parametrize("tensor, more", [(1, ()), (2, (
+    "--model_dim=512", "--num_heads=4", "--num_kv_heads=2", *LOWER_RATES[1:], "--warmup_steps=6"))])
+def test_flash_with_windows_grouped_queries_and_recomputation_does_too(train, reference, tokenizer_dir, tensor, more):
+    """At the usual rates, rounding would grow where tensor divides the heads."""
+    flags = *FLASH, *more, f"--tokenizer_dir={tokenizer_dir}"
+    sharded = train(*flags, "--mesh_fsdp=2", f"--mesh_tensor={tensor}", devices=2 * tensor)
     assert_same(sharded, reference(*flags))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fsdp, tensor", [(2, 2), (1, 4)])
-def test_value_embeddings_are_divided_too(train, reference, tokenizer_dir, fsdp, tensor):
-    flags = (*CHUNKED, *LONG, f"--tokenizer_dir={tokenizer_dir}", "--value_embeddings=shared",
-             "--layer_gates=off")  # with gates, rounding grows to 2e-4 of the norms in these steps
-    sharded = train(*flags, f"--mesh_fsdp={fsdp}", f"--mesh_tensor={tensor}", "--sample_every=8",
-                    devices=fsdp * tensor)
+def test_value_embeddings_are_divided_too(train, reference, tokenizer_dir):
+    flags = (*CHUNKED, *SHORT, f"--tokenizer_dir={tokenizer_dir}", "--value_embeddings=shared",
+             "--layer_gates=off")  # with gates, rounding grows to 2e-4 of the norms in 8 steps
+    sharded = train(*flags, "--mesh_fsdp=2", "--mesh_tensor=2", devices=4)
     whole = reference(*flags)
     assert_same(sharded, whole)
     assert norms(sharded) == pytest.approx(norms(whole), rel=1e-4)
-    assert f"{fsdp} fsdp × {tensor} tensor" in sharded.stdout
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fsdp, tensor, more", [(1, 2, ()),
-                                                (2, 2, ("--num_kv_heads=2", "--value_embeddings=shared"))])
-def test_gates_are_whole_and_learn_from_what_all_ranks_compute(train, reference, tokenizer_dir, fsdp, tensor, more):
+def test_gates_are_whole_and_learn_from_what_all_ranks_compute(train, reference, tokenizer_dir):
     flags = (*CHUNKED, *LOWER_RATES, f"--tokenizer_dir={tokenizer_dir}", "--layer_gates=on", "--num_iterations=3",
-             "--save_every=3", *more)
-    sharded = train(*flags, f"--mesh_fsdp={fsdp}", f"--mesh_tensor={tensor}", "--sample_every=3",
-                    devices=fsdp * tensor)
+             "--save_every=3", "--num_kv_heads=2", "--value_embeddings=shared")
+    sharded = train(*flags, "--mesh_fsdp=2", "--mesh_tensor=2", "--sample_every=3", devices=4)
     whole = reference(*flags)
     assert_same(sharded, whole)
     found, expected = (load_checkpoint(latest(run.run_dir)) for run in (sharded, whole))
@@ -139,11 +126,10 @@ def test_a_checkpoint_and_wandb_say_the_mesh_that_was_taken_and_the_run_goes_on_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("axis", ["fsdp", "tensor"])
-def test_steps_that_are_not_finite_are_left_out_by_all_ranks_and_end_the_run(train, tokenizer_dir, axis):
+def test_steps_that_are_not_finite_are_left_out_by_all_ranks_and_end_the_run(train, tokenizer_dir):
     """The update of the first step makes the embedding infinite."""
     run = train(*CHUNKED, f"--tokenizer_dir={tokenizer_dir}", "--eval_every=-1", "--embedding_lr=1e44",
-                "--num_iterations=20", f"--mesh_{axis}=2", devices=2, status=1)
+                "--num_iterations=20", "--mesh_fsdp=2", "--mesh_tensor=2", devices=4, status=1)
     assert run.stdout.count("is skipped") == 10 and "error: 10 steps in a row" in run.stdout
     assert [run.losses[step] is None for step in (1, 2, 3)] == [False, True, True]
     assert run.records[-1]["bad_steps"] == 10 and "Traceback" not in run.stderr
@@ -159,25 +145,22 @@ def teacher(train, tokenizer_dir):
 
 @pytest.mark.slow
 def test_a_student_on_a_mesh_learns_from_a_divided_teacher_as_without_a_mesh(train, teacher, tokenizer_dir):
-    """And it resumes bit for bit, before and after its teacher has gone."""
+    """And it resumes bit for bit."""
     flags = (*CHUNKED, f"--tokenizer_dir={tokenizer_dir}", f"--teacher={teacher}", "--kd_weight=0.8", "--softcap=0",
-             "--kd_temperature=1.5", "--num_iterations=10", "--save_every=1", "--keep_checkpoints=10",
-             *LOWER_RATES)
+             "--kd_temperature=1.5", "--num_iterations=5", "--save_every=3", *LOWER_RATES)
     whole = train(*flags, run="whole")
-    for data, fsdp, tensor in ((2, 2, 1), (1, 1, 2), (1, 2, 2)):
+    for data, fsdp, tensor in ((2, 2, 1), (1, 2, 2)):
         mesh = f"--mesh_fsdp={fsdp}", f"--mesh_tensor={tensor}"
         devices, name = data * fsdp * tensor, f"on-{data}-{fsdp}-{tensor}"
         divided = train(*flags, *mesh, run=name, devices=devices)
         assert_same(divided, whole)
         assert norms(divided) == pytest.approx(norms(whole), rel=1e-4)
     folder = get_base_dir() / "checkpoints" / name
-    for step in (9, 3):
-        for path in sorted(folder.glob("step_*"))[step:]:
-            shutil.rmtree(path)
-        (folder / ".finished").unlink()
-        resumed = train(*flags, *mesh, run=name, devices=devices)
-        assert {s: resumed.losses[s] for s in range(step + 1, 11)} == \
-            {s: divided.losses[s] for s in range(step + 1, 11)}
+    shutil.rmtree(folder / "step_000005")
+    (folder / ".finished").unlink()
+    resumed = train(*flags, *mesh, run=name, devices=devices)
+    assert "resuming from" in resumed.stdout
+    assert {s: resumed.losses[s] for s in (4, 5)} == {s: divided.losses[s] for s in (4, 5)}
 
 
 def test_a_teacher_whose_weights_the_mesh_cannot_divide_is_refused(tiny, teacher, tokenizer_dir, monkeypatch):
@@ -191,7 +174,7 @@ def test_a_teacher_whose_weights_the_mesh_cannot_divide_is_refused(tiny, teacher
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh, others", [((1, 4, 1), ((2, 2, 1), (1, 1, 1))), ((1, 1, 2), ((1, 2, 1), (1, 2, 2)))])
+@pytest.mark.parametrize("mesh, others", [((1, 2, 2), ((1, 1, 1), (2, 1, 2)))])
 def test_a_checkpoint_goes_on_on_every_other_mesh(train, reference, tokenizer_dir, mesh, others):
     def shape(data, fsdp, tensor):
         return (f"--mesh_fsdp={fsdp}", f"--mesh_tensor={tensor}"), data * fsdp * tensor
@@ -220,8 +203,6 @@ def test_a_checkpoint_goes_on_on_every_other_mesh(train, reference, tokenizer_di
     (["--mesh_tensor=2"], 1, "--mesh_tensor=2 .* there are 1: use 1 along tensor"),
     (["--mesh_tensor=4"], 4, "4 chips along tensor do not divide the attention heads .*2: use 2 along tensor"),
     (["--mesh_tensor=2", "--num_kv_heads=1"], 2, "do not divide the heads of keys and values .*1: use 1 along tensor"),
-    (["--mesh_tensor=2", "--mesh_fsdp=4"], 8, "270 tokens cannot be divided by 8: use 1 along fsdp and tensor, "
-     "or a --tokenizer_dir with 272 tokens"),
     (["--mesh_tensor=2", "--mesh_fsdp=4", "--model_dim=60"], 8,
      "4 chips along fsdp do not divide the width .* a chip along tensor has, 30: use 2 along fsdp"),
     (["--mesh_tensor=2", "--kernel=current"], 2, "--mesh_tensor .* --kernel=current"),
@@ -229,10 +210,7 @@ def test_a_checkpoint_goes_on_on_every_other_mesh(train, reference, tokenizer_di
     (["--mesh_tensor=2"], 6, "3 groups of 2 devices do not divide .* use 2 or 4 groups of 2 devices"),
     (["--mesh_tensor=2", "--total_batch_size=300"], 2, "64 = .* 1 groups of 2 devices: use 256 or 320"),
     (["--mesh_fsdp=4"], 4, "270 tokens cannot be divided by 4: use .* 272 tokens"),
-    (["--mesh_fsdp=2", "--kernel=current"], 2, "--mesh_fsdp .* --kernel=current"),
-    (["--mesh_fsdp=2", "--shard_optimizer=off"], 2, "--shard_optimizer=off"),
     (["--mesh_fsdp=2", "--device_type=cpu"], 1, "there are 1"),
-    (["--mesh_fsdp=8", "--model_dim=60", "--num_heads=2"], 8, "do not divide the width .*60: use 4 along fsdp"),
 ])
 def test_meshes_that_cannot_be_are_refused_before_anything_starts(tiny, monkeypatch, flags, devices, words):
     monkeypatch.setenv("CPU_NUM_DEVICES", str(devices))
@@ -245,7 +223,6 @@ def test_meshes_that_cannot_be_are_refused_before_anything_starts(tiny, monkeypa
     ("1,8", ["--model_dim=60", "--num_heads=2"], "do not divide the width .*60: use 4 along fsdp"),
     ("1,8", [], "270 tokens cannot be divided by 8: use 1 along fsdp and tensor, .* 272 tokens"),
     ("4,2", ["--shard_optimizer=off"], "4 data × 2 fsdp × 1 tensor .* --shard_optimizer=off"),
-    ("1,2,4", [], "do not divide the attention heads .*2: use 2 along tensor"),
     ("2,2", [], "TPU_MESH_CONFIG=2,2 with .* there are 8: use 1 or 2 along fsdp"),
 ])
 def test_a_mesh_of_the_environment_is_refused_without_a_flag_that_nobody_gave(tiny, monkeypatch, config, flags, words):

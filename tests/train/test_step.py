@@ -64,15 +64,6 @@ def test_a_rehearsal_adds_nothing(training):
     assert training.run(batches(1), training.optimizer.scheduled(0)).fetch()["loss"] == 1
 
 
-def test_another_objective_is_another_program(training):
-    training.objective = Objective(lambda model, carry, x: (
-        {"loss": (model.slope * 0).sum(), "other": x.sum()}, carry))
-    training.micro_step_name = "micro_step without teacher"
-    assert training.run(batches(7), training.optimizer.scheduled(0)).fetch() == {
-        "loss": 0, "other": 7, "grad_norm": 0}
-    assert training.teacher is None
-
-
 def test_the_state_is_all_that_stays_and_comes_back_from_the_host(training):
     training.run(batches(1), training.optimizer.scheduled(0))
     assert {"slope", "slope.main_grad", "slope.momentum", "slope.average", "loss_sum", "other_sum", "loss_scale",
