@@ -111,8 +111,8 @@ def test_an_evaluation_ends_with_the_batch_after_which_the_run_is_told_to_stop(s
         return ids.new_ones(ids.shape)
 
     task = small_task("--fim_rate=0.5", "--eval_tokens=1280")
-    found = task.evaluate(SimpleNamespace(compiled_model=model), Dist("cpu", torch.device("cpu")), 0,
-                          is_cut_short=lambda: len(batches) == last)
+    found = evaluation.evaluate(task, SimpleNamespace(compiled_model=model), Dist("cpu", torch.device("cpu")), 0,
+                                is_cut_short=lambda: len(batches) == last)
     assert found == {} and len(batches) == last
 
 
@@ -129,7 +129,7 @@ def test_all_sets_and_middles_share_the_tokens_and_each_counts_its_own_batches(
     monkeypatch.setattr(loss_eval, "PROGRESS_S", -1)
     places = ",".join(f"{name}={corpus_dir}/val" for name in sets)
     task = small_task("--fim_rate=0.5", f"--eval_tokens={eval_tokens}", f"--val_dir={places}")
-    task.evaluate(SimpleNamespace(compiled_model=None), Dist("cpu", None), 0, is_cut_short=lambda: False)
+    evaluation.evaluate(task, SimpleNamespace(compiled_model=None), Dist("cpu", None), 0, is_cut_short=lambda: False)
     lines = [f"evaluated {done} of {count} batches{what}" for what, count in batches.items() for done in range(count)]
     assert capsys.readouterr().out.splitlines() == [
         f"evaluating {tokens:,} tokens of the validation text, and {of_middles:,} as fill-in-the-middle", *lines]
