@@ -24,7 +24,7 @@ import pyarrow.parquet as pq
 from nanochat.checkpoint.on_disk import MODEL, find_checkpoint
 from nanochat.common import BadInput, flag, get_base_dir, locked, read_flags, require_writable_dir, run_script
 from nanochat.data.bucket import data_place, is_remote, pinned
-from nanochat.data.mixture import Source, tokens_in
+from nanochat.data.mixture import MixtureSource, tokens_in
 from nanochat.data.shards import DEFAULT_DIRS, TextFlags, open_shards, open_text, read_columns, whole_texts
 from nanochat.data.tokenizer import FIM_TOKENS, load_tokenizer
 from nanochat.device.ranks import compute_init, resolve_device_type
@@ -244,7 +244,7 @@ def prepare(flags, path, meta, old, folder):
     run_module("scripts.prepare_data", f"--source={flags.source}", f"--out_dir={folder / 'project'}", "--eval_only")
     divide(open_shards(sorted((folder / "project" / "val").glob("*.parquet"))), folder / "own")
     own = open_shards([folder / "own" / "train" / "shard_00000.parquet"])
-    steps, eval_tokens = count_steps(flags, meta, Source("own", "", shards=own), tokenizer)
+    steps, eval_tokens = count_steps(flags, meta, MixtureSource("own", "", shards=own), tokenizer)
     if old is None:
         run_module("scripts.prepare_data", "--installed_headers", "--val_projects=torch/c10",
                    f"--out_dir={folder / 'old'}")

@@ -41,7 +41,7 @@ SAMPLED_GROUPS = 8  # row groups of a source of whose text the tokens are counte
 SAMPLE_BYTES = 1 << 18  # of each
 
 
-class Source(NamedTuple):
+class MixtureSource(NamedTuple):
     """A folder of shards."""
     name: str
     place: str  # folder, gs://… or hf://…
@@ -148,7 +148,7 @@ def _source_of(name, source, folder):
         except BadInput as error:
             raise BadInput(f"source {name}: {key} = {source[key]!r}: {error}") from None
         places[key] = place if is_remote(place) else str(folder / place)
-    return Source(name, places["dir"], places.get("val"))
+    return MixtureSource(name, places["dir"], places.get("val"))
 
 
 def _weights_of(weights, sources):

@@ -205,11 +205,6 @@ common.run_script(main, "preparing the run")
 
 @pytest.mark.slow
 def test_a_wandb_that_accepts_and_never_answers_holds_up_no_step(train):
-    """The rates are printed, and not asserted: the machine may be busy."""
-    def rate(process):
-        times = sorted(record["step_ms"] for record in process.records[3:] if "step_ms" in record)
-        return 1000 / times[len(times) // 2]
-
     program = """
 from nanochat.record import metrics
 metrics.WANDB_TIMEOUT_S = 5
@@ -217,14 +212,13 @@ from nanochat.common import run_script
 from scripts.base_train import main
 run_script(main)
 """
-    flags = ["--num_iterations=40", "--eval_every=-1", "--device_type=cpu", "--total_batch_size=64"]
+    flags = ["--num_iterations=20", "--eval_every=-1", "--device_type=cpu", "--total_batch_size=64"]
     with socket.create_server(("127.0.0.1", 0)) as silent:
         slow = train(*flags, run="silent", new_process=("-c", program), WANDB_MODE="online", WANDB_API_KEY="a" * 40,
                      WANDB_BASE_URL=f"http://127.0.0.1:{silent.getsockname()[1]}")
     without = train(*flags, run="dummy")
-    print(f"{rate(slow):.2f} steps/s with a silent WandB, {rate(without):.2f} without one")
     assert slow.stdout.count("warning: WandB") == 1
-    assert slow.losses == without.losses and sorted(slow.losses) == list(range(1, 41))
+    assert slow.losses == without.losses and sorted(slow.losses) == list(range(1, 21))
 
 
 @BOTH_MODELS
