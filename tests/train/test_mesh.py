@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from nanochat.checkpoint.meta import load_meta
-from nanochat.checkpoint.on_disk import latest
+from nanochat.checkpoint.on_disk import latest, set_aside_after
 from nanochat.checkpoint.pieces import load_checkpoint
 from nanochat.common import BadInput, get_base_dir
 from nanochat.data.tokenizer import Tokenizer
@@ -20,7 +20,6 @@ FLASH = ("--kernel=flash", "--log_every=1", "--depth=3", "--model_dim=256", "--n
          "--max_seq_len=128", "--device_batch_size=1", "--window_pattern=SL", "--activation_checkpointing",
          "--matrix_lr=0.0002", "--num_iterations=4", "--eval_every=4")
 LOWER_RATES = ("--matrix_lr=0.0003", "--embedding_lr=0.005", "--unembedding_lr=0.00006", "--scalar_lr=0.008")
-SHORT = ("--num_iterations=4", "--eval_every=4", *LOWER_RATES)
 
 
 def assert_same(run, other):
@@ -43,10 +42,16 @@ def tokenizer_dir(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("data, fsdp, tensor", [(1, 4, 1), (1, 1, 2), (2, 2, 2)])
-def test_every_mesh_trains_as_the_unsharded_model(train, reference, tokenizer_dir, data, fsdp, tensor):
-    """Four chips along fsdp share three layers."""
-    flags = *CHUNKED, *SHORT, f"--tokenizer_dir={tokenizer_dir}"
+@pytest.mark.parametrize("data, fsdp, tensor, flags", [
+    pytest.param(1, 4, 1, LOWER_RATES, id="four chips share three layers"),
+    pytest.param(1, 1, 2, LOWER_RATES, id="tensor"),
+    pytest.param(2, 2, 2, LOWER_RATES, id="all axes"),
+    # With gates, rounding grows to 2e-4 of the norms in 8 steps.
+    pytest.param(1, 2, 2, (*LOWER_RATES, "--value_embeddings=shared", "--layer_gates=off"), id="value embeddings"),
+    pytest.param(1, 2, 1, (*LLAMA, "--activation_checkpointing"), id="llama on fsdp"),
+    pytest.param(1, 2, 2, (*LLAMA, "--tied_head=off", "--num_kv_heads=2", "--clip_norm=2.4"), id="llama on both")])
+def test_every_mesh_trains_as_the_unsharded_model(train, reference, tokenizer_dir, data, fsdp, tensor, flags):
+    flags = *CHUNKED, *flags, "--num_iterations=4", "--eval_every=4", f"--tokenizer_dir={tokenizer_dir}"
     sharded = train(*flags, f"--mesh_fsdp={fsdp}", f"--mesh_tensor={tensor}", devices=data * fsdp * tensor)
     whole = reference(*flags)
     assert_same(sharded, whole)
@@ -57,17 +62,6 @@ def test_every_mesh_trains_as_the_unsharded_model(train, reference, tokenizer_di
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fsdp, tensor, more", [
-    (2, 1, ("--activation_checkpointing",)), (2, 2, ("--tied_head=off", "--num_kv_heads=2", "--clip_norm=2.4"))])
-def test_every_mesh_trains_the_other_model_as_the_unsharded_one(train, reference, tokenizer_dir, fsdp, tensor, more):
-    flags = *CHUNKED, *LLAMA, "--num_iterations=4", "--eval_every=4", f"--tokenizer_dir={tokenizer_dir}", *more
-    sharded = train(*flags, f"--mesh_fsdp={fsdp}", f"--mesh_tensor={tensor}", devices=fsdp * tensor)
-    whole = reference(*flags)
-    assert_same(sharded, whole)
-    assert norms(sharded) == pytest.approx(norms(whole), rel=1e-4)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("tensor, more", [(1, ()), (2, (
     "--model_dim=512", "--num_heads=4", "--num_kv_heads=2", *LOWER_RATES[1:], "--warmup_steps=6"))])
 def test_flash_with_windows_grouped_queries_and_recomputation_does_too(train, reference, tokenizer_dir, tensor, more):
@@ -75,16 +69,6 @@ def test_flash_with_windows_grouped_queries_and_recomputation_does_too(train, re
     flags = *FLASH, *more, f"--tokenizer_dir={tokenizer_dir}"
     sharded = train(*flags, "--mesh_fsdp=2", f"--mesh_tensor={tensor}", devices=2 * tensor)
     assert_same(sharded, reference(*flags))
-
-
-@pytest.mark.slow
-def test_value_embeddings_are_divided_too(train, reference, tokenizer_dir):
-    flags = (*CHUNKED, *SHORT, f"--tokenizer_dir={tokenizer_dir}", "--value_embeddings=shared",
-             "--layer_gates=off")  # with gates, rounding grows to 2e-4 of the norms in 8 steps
-    sharded = train(*flags, "--mesh_fsdp=2", "--mesh_tensor=2", devices=4)
-    whole = reference(*flags)
-    assert_same(sharded, whole)
-    assert norms(sharded) == pytest.approx(norms(whole), rel=1e-4)
 
 
 @pytest.mark.slow
@@ -155,9 +139,7 @@ def test_a_student_on_a_mesh_learns_from_a_divided_teacher_as_without_a_mesh(tra
         divided = train(*flags, *mesh, run=name, devices=devices)
         assert_same(divided, whole)
         assert norms(divided) == pytest.approx(norms(whole), rel=1e-4)
-    folder = get_base_dir() / "checkpoints" / name
-    shutil.rmtree(folder / "step_000005")
-    (folder / ".finished").unlink()
+    set_aside_after(divided.run_dir, 3)
     resumed = train(*flags, *mesh, run=name, devices=devices)
     assert "resuming from" in resumed.stdout
     assert {s: resumed.losses[s] for s in (4, 5)} == {s: divided.losses[s] for s in (4, 5)}
@@ -174,24 +156,22 @@ def test_a_teacher_whose_weights_the_mesh_cannot_divide_is_refused(tiny, teacher
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh, others", [((1, 2, 2), ((1, 1, 1), (2, 1, 2)))])
-def test_a_checkpoint_goes_on_on_every_other_mesh(train, reference, tokenizer_dir, mesh, others):
-    def shape(data, fsdp, tensor):
-        return (f"--mesh_fsdp={fsdp}", f"--mesh_tensor={tensor}"), data * fsdp * tensor
+def test_a_checkpoint_goes_on_on_every_other_mesh(train, reference, tokenizer_dir):
+    def on(mesh, *more, **run):
+        data, fsdp, tensor = mesh
+        return train(*flags, *more, f"--mesh_fsdp={fsdp}", f"--mesh_tensor={tensor}", devices=data * fsdp * tensor,
+                     **run)
 
     flags = *CHUNKED, f"--tokenizer_dir={tokenizer_dir}", "--save_every=3"
-    mesh_flags, devices = shape(*mesh)
-    first = train(*flags, *mesh_flags, "--sample_every=3", devices=devices)  # a sample needs the whole weights
-    assert "--- sample at step 3" in first.stdout
+    mesh = 1, 2, 2
+    first = on(mesh, "--sample_every=3")
+    assert "--- sample at step 3" in first.stdout  # which needs the whole weights
     whole = reference(*flags)
-    for other in (mesh, *others):
-        mesh_flags, devices = shape(*other)
-        name = "mesh-" + "-".join(map(str, other))
-        folder = get_base_dir() / "checkpoints"
-        shutil.copytree(folder / "test", folder / name)
-        shutil.rmtree(folder / name / "step_000006")
-        (folder / name / ".finished").unlink()
-        resumed = train(*flags, *mesh_flags, run=name, devices=devices)
+    for other in (mesh, (1, 1, 1), (2, 1, 2)):
+        copy = first.run_dir.with_name("copy-" + "-".join(map(str, other)))
+        shutil.copytree(first.run_dir, copy)
+        set_aside_after(copy, 3)
+        resumed = on(other, run=copy.name)
         later = {step: loss for step, loss in resumed.losses.items() if step > 3}
         assert later == pytest.approx({step: whole.losses[step] for step in (4, 5, 6)}, rel=1e-5)
         if other == mesh:  # the same mesh gives the same bits
