@@ -7,7 +7,6 @@ be lost with their node, and need a sort to come back into an order.
 import hashlib
 import importlib.metadata
 import os
-import platform
 import re
 import socket
 import subprocess
@@ -139,22 +138,21 @@ def _result_of(ray, reference):
 
 @cache
 def _versions():
-    """Returns {name: version} of everything that decides the bytes of a corpus."""
+    """Returns the versions of everything that decides the bytes of a corpus, as text."""
     code = hashlib.sha256()
     for path in sorted(Path(__file__).parent.glob("*.py")):
         code.update(path.read_bytes())
-    return {"Python": ".".join(platform.python_version_tuple()[:2]), "the code of nanochat": code.hexdigest()[:12],
-            **{name: importlib.metadata.version(name) for name in ("numpy", "pyarrow", "rensa")}}
+    packages = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("numpy", "pyarrow", "rensa"))
+    return f"Python {sys.version_info[0]}.{sys.version_info[1]}, {packages}, nanochat with hash {code.hexdigest()[:12]}"
 
 
 def _with_same_versions(versions, function, arguments):
     """Returns function(*arguments). Raises BadInput, which names this node, if the versions differ from those of the
     machine that asks, or the function does."""
     try:
-        for name, version in versions.items():
-            if _versions()[name] != version:
-                raise BadInput(f"{name} is {_versions()[name]} here and {version} where the command runs, which would "
-                               "make other bytes: install the same version")
+        if _versions() != versions:
+            raise BadInput(f"it has {_versions()}, and the command {versions}, which would make other bytes: install "
+                           "the same versions")
         return function(*arguments)
     except BadInput as error:
         raise BadInput(f"node {socket.gethostname()}: {error}") from None

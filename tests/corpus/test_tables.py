@@ -185,7 +185,7 @@ def test_text_is_read_whatever_its_type(tmp_path):
 
 
 def test_memory_is_bounded_by_a_few_rows_and_not_by_the_row_group_or_the_file(tmp_path):
-    """100 MB of text that hardly compresses, in one row group and in one file of JSON Lines."""
+    """80 MB of text that hardly compresses, in one row group and in one file of JSON Lines."""
     program = """
 import resource, sys
 from pathlib import Path
@@ -196,7 +196,7 @@ for path in map(Path, sys.argv[1:]):
     print(nbytes >> 20, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before >> 10)
 """
     block = [f"{number} ".encode().hex() * 50 for number in range(100_000)]
-    texts = ["".join(block[start::1000]) for start in range(1000)] * 5
+    texts = ["".join(block[start::1000]) for start in range(1000)] * 3
     texts = [f"{number} {text}" for number, text in enumerate(texts)]
     table = pa.table({"text": texts})
     pq.write_table(table, tmp_path / "a.parquet", row_group_size=len(texts), use_dictionary=False)
@@ -208,7 +208,7 @@ for path in map(Path, sys.argv[1:]):
     for line in run.stdout.splitlines():
         if not line.startswith("/"):
             mebibytes, peak = map(int, line.split())
-            assert mebibytes > 100 and peak < 60, run.stdout
+            assert mebibytes > 70 and peak < 60, run.stdout
 
 
 # -----------------------------------------------------------------------------
@@ -273,9 +273,8 @@ def test_a_bad_line_of_json_is_skipped_counted_and_named(tmp_path, capsys):
     assert "3 of 33 lines are skipped: line 10 is not JSON: 'utf-8' codec can't decode" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("padding", [b"\0" * 1000, b""])
-@pytest.mark.parametrize("suffix", ["gz", "zst"])
-def test_zeros_behind_a_packed_file_are_read_past(tmp_path, suffix, padding):
+@pytest.mark.parametrize("suffix, padding", [("gz", b"\0" * 1000), ("gz", b""), ("zst", b"")])
+def test_several_packed_parts_are_one_file_and_zeros_behind_gzip_are_read_past(tmp_path, suffix, padding):
     path = write_table(tmp_path / f"a.jsonl.{suffix}", ROWS)
     path.write_bytes(path.read_bytes() * 2 + padding)
     piece, = tables.pieces(tables.open_table(path))
