@@ -24,7 +24,7 @@ import pyarrow.parquet as pq
 from nanochat.common import SUFFIXES, BadInput, say
 from nanochat.corpus.archives import unpacked
 from nanochat.corpus.sources import Table, directory_source, readable, walk
-from nanochat.corpus.where import chosen, find_fields, find_places
+from nanochat.corpus.where import chosen, find_places, type_at, value_at
 
 # What a column is for, and the names under which public corpora have it: the first that is there counts.
 ROLES = {
@@ -167,11 +167,12 @@ def _check_where(where, places, directory, schemas, partitions):
     """Raises BadInput unless the condition fits the types of all files, and each of its places is in one of them."""
     absent = set(places)
     for file, schema in schemas.items():
+        known = {name: pa.scalar(value).type for name, value in partitions[file].items()}
+        known |= dict(zip(schema.names, schema.types, strict=True))
+        types = {name: kind for name, place in places.items() if (kind := type_at(known, place)) is not None}
         with _reading(directory / file, f"check --where={where}"):
-            used = [column for column, *_ in places.values()]
-            found = find_fields(_with_columns(schema.empty_table(), partitions[file], used), places)
-            chosen(where, found, 0)
-        absent -= found.keys()
+            chosen(where, {name: pa.nulls(0, kind) for name, kind in types.items()}, 0)
+        absent -= types.keys()
     if absent:
         raise BadInput(f"--where={where}: no file has {', '.join(sorted(absent))}: check the field's name")
 
@@ -249,9 +250,9 @@ def iter_rows(source):
             for _ in range(number):
                 yield Row("", 0, bytes, reason)
         for row in rows:
-            text = row[columns["text"]] or b""
+            text = row.get(columns["text"]) or b""
             known = {role: _as_text(row.get(name)) for role, name in columns.items() if role != "text"}
-            yield _row(source.files[0], known, text)
+            yield _row(source.files[0], known, text if isinstance(text, bytes) else text.encode())
 
 
 def _row(file, known, text):
@@ -276,21 +277,28 @@ def _as_text(value):
 
 
 def _batches(path, table):
-    """Yields (rows, {why rows are refused: their number}) of a file. A row is a dict; its texts are bytes."""
-    places = dict(table.where_columns)
-    names = {*dict(table.columns).values(), *(column for column, *_ in places.values())}
+    """Yields (rows, {why rows are refused: their number}) of a file. A row is a dict; its texts are bytes or str."""
     with _reading(path):
-        if path.suffix not in (".parquet", ".arrow"):
-            for rows in _json_batches(path, text=dict(table.columns)["text"]):
-                yield _kept_lines(rows, table)
-            return
-        reader = _arrow_batches if path.suffix == ".arrow" else _parquet_batches
-        for batch in reader(path, names, table.row_groups):
-            found = _with_columns(pa.Table.from_batches([batch]), dict(table.partitions), names)
-            kept = found
+        for lines in _read_batches(path, table):
+            rows = [dict(table.partitions) | row for row in lines if row is not None]
+            kept = rows
             if table.where:
-                kept = found.take(chosen(table.where, find_fields(found, places), len(found)))
-            yield _as_bytes(kept).to_pylist(), {"where": len(found) - len(kept)}
+                columns = {}
+                for name, place in table.where_columns:
+                    columns[name] = pa.array([value_at(row, place) for row in rows])
+                kept = [rows[number] for number in chosen(table.where, columns, len(rows)).to_pylist()]
+            yield kept, {"bad_line": len(lines) - len(rows), "where": len(rows) - len(kept)}
+
+
+def _read_batches(path, table):
+    """Yields lists of the rows of a file, dicts of the columns that are used; None for a bad line of JSON."""
+    names = {*dict(table.columns).values(), *(column for _, (column, *_) in table.where_columns)}
+    if path.suffix not in (".parquet", ".arrow"):
+        yield from _json_batches(path, text=dict(table.columns)["text"])
+        return
+    reader = _arrow_batches if path.suffix == ".arrow" else _parquet_batches
+    for batch in reader(path, names, table.row_groups):
+        yield _as_bytes(pa.Table.from_batches([batch])).to_pylist()
 
 
 def _parquet_batches(path, names, row_groups):
@@ -310,16 +318,6 @@ def _arrow_batches(path, names, row_groups):
                 yield batch.select([name for name in batch.schema.names if name in names]).slice(start, ROWS)
 
 
-def _with_columns(table, values, names):
-    """Returns the table with the columns `names` that it lacks: of these values, else of nulls."""
-    for name in sorted(set(names) - set(table.column_names)):
-        column = pa.nulls(len(table))
-        if values.get(name) is not None:
-            column = pa.repeat(values[name], len(table))
-        table = table.append_column(name, column)
-    return table
-
-
 def _as_bytes(table):
     """Returns the table with bytes for strings, which may hold malformed UTF-8."""
     for number, field in enumerate(table.schema):
@@ -327,30 +325,6 @@ def _as_bytes(table):
         if kind in _STRINGS:
             table = table.set_column(number, field.name, table[number].cast(kind).cast(pa.large_binary()))
     return table
-
-
-def _kept_lines(lines, table):
-    """Returns (rows, {why rows are refused: their number}) of objects of JSON, None for a bad line."""
-    rows = [row for row in lines if row is not None]
-    for row in rows:
-        for name, value in table.partitions:
-            row.setdefault(name, value)
-    kept = rows
-    if table.where:
-        columns = {}
-        for name, place in table.where_columns:
-            columns[name] = pa.array([_value_at(row, place) for row in rows])
-        kept = [rows[number] for number in chosen(table.where, columns, len(rows)).to_pylist()]
-    text = dict(table.columns)["text"]
-    for row in kept:
-        row[text] = (row.get(text) or "").encode()
-    return kept, {"bad_line": len(lines) - len(rows), "where": len(rows) - len(kept)}
-
-
-def _value_at(row, place):
-    for name in place:
-        row = row.get(name) if isinstance(row, dict) else None
-    return row
 
 
 def _json_batches(path, most_rows=4096, text=None):

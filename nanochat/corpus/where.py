@@ -36,16 +36,25 @@ def find_places(text, known):
     return places
 
 
-def find_fields(table, places):
-    """Returns {name: array} of the places (column, fields in it) that the table has."""
-    found = {}
-    for name, (column, *fields) in places.items():
-        array = table[column]
-        while fields and pa.types.is_struct(array.type) and array.type.get_field_index(fields[0]) >= 0:
-            array = pc.struct_field(array, fields.pop(0))
-        if not fields or pa.types.is_null(array.type):
-            found[name] = array
-    return found
+def value_at(row, place):
+    """Returns the value of a place (column, fields in it) in a row, {column: value}; None if it has no such field."""
+    for name in place:
+        row = row.get(name) if isinstance(row, dict) else None
+    return row.decode("utf-8", "replace") if isinstance(row, bytes) else row
+
+
+def type_at(types, place):
+    """Returns the type of a place (column, fields in it): null if it is unknown, and None if there is no such field.
+    types: {column: its type}."""
+    column, *fields = place
+    kind = types.get(column, pa.null())
+    for field in fields:
+        if pa.types.is_null(kind):
+            return kind
+        if not pa.types.is_struct(kind) or kind.get_field_index(field) < 0:
+            return None
+        kind = kind.field(field).type
+    return kind
 
 
 def chosen(text, columns, num_rows):
