@@ -31,6 +31,14 @@ COMMANDS = []  # that were started
 
 
 @pytest.fixture
+def flags(tmp_path):
+    """The flags that name two small projects."""
+    for name in "ab":
+        make_project(tmp_path / "in", name, files=1)
+    return [f"--projects_dir={tmp_path / 'in'}"]
+
+
+@pytest.fixture
 def cluster(monkeypatch):
     """Yields (address, list of nodes with a core each) of a Ray cluster, whose processes are gone after the test."""
     for name, value in ENVIRONMENT.items():
@@ -136,22 +144,16 @@ def test_the_bytes_are_those_of_one_machine_though_nodes_and_the_command_are_kil
     ("ray://127.0.0.1:10001", "is not HOST:PORT or auto; ray:// is not supported"),
     ("127.0.0.1", "is not HOST:PORT"), ("x:²", "is not HOST:PORT"), ("x:" + "9" * 5000, "is not HOST:PORT"),
 ])
-def test_a_cluster_that_is_not_there_is_one_line(tmp_path, monkeypatch, address, message):
+def test_a_cluster_that_is_not_there_is_one_line(tmp_path, monkeypatch, address, message, flags):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with pytest.raises(BadInput, match=message) as error:
-        prepare(tmp_path / "out", f"--projects_dir={two_projects(tmp_path)}", "--engine=ray",
+        prepare(tmp_path / "out", *flags, "--engine=ray",
                 *([f"--ray_address={address}"] if address else []))
     assert "\n" not in str(error.value)
 
 
-def two_projects(folder):
-    for name in "ab":
-        make_project(folder / "in", name, files=1)
-    return folder / "in"
-
-
 @pytest.mark.slow
-def test_a_cluster_with_a_token_refuses_a_client_without(tmp_path):
+def test_a_cluster_with_a_token_refuses_a_client_without(tmp_path, flags):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     folder = tempfile.mkdtemp(dir="/tmp")  # its sockets need short names
@@ -162,7 +164,7 @@ def test_a_cluster_with_a_token_refuses_a_client_without(tmp_path):
                             env=guarded, stdout=subprocess.DEVNULL)
 
     def run(name, env):
-        return subprocess.run([sys.executable, "-m", "scripts.prepare_data", f"--projects_dir={two_projects(tmp_path)}",
+        return subprocess.run([sys.executable, "-m", "scripts.prepare_data", *flags,
                                "--engine=ray", f"--ray_address=127.0.0.1:{port}", f"--out_dir={tmp_path / name}"],
                               env={**os.environ, **ENVIRONMENT, **env}, capture_output=True, text=True, timeout=150)
     try:
@@ -180,22 +182,22 @@ def test_a_cluster_with_a_token_refuses_a_client_without(tmp_path):
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def test_a_server_that_is_no_cluster_is_one_line_and_not_waited_for(tmp_path, monkeypatch):
+def test_a_server_that_is_no_cluster_is_one_line_and_not_waited_for(tmp_path, monkeypatch, flags):
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), http.server.SimpleHTTPRequestHandler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     monkeypatch.setattr(ray_cluster, "CONNECT_S", 2)
     monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{server.server_port}")
     try:
         with pytest.raises(BadInput, match="no Ray cluster answered in 2 s"):
-            prepare(tmp_path / "out", f"--projects_dir={two_projects(tmp_path)}", "--engine=ray")
+            prepare(tmp_path / "out", *flags, "--engine=ray")
     finally:
         server.shutdown()
         server.server_close()
 
 
-def test_without_ray_and_without_the_engine_it_is_one_line(tmp_path, monkeypatch):
+def test_without_ray_and_without_the_engine_it_is_one_line(tmp_path, monkeypatch, flags):
     with pytest.raises(BadInput, match="--ray_address needs --engine=ray"):
-        prepare(tmp_path / "out", f"--projects_dir={two_projects(tmp_path)}", "--ray_address=auto")
+        prepare(tmp_path / "out", *flags, "--ray_address=auto")
 
     def version(name):
         raise ray_cluster.importlib.metadata.PackageNotFoundError(name)
@@ -218,8 +220,8 @@ def test_a_node_that_differs_or_sees_other_files_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("step", ["scan", "corpus.write_shard"])
-def test_what_a_node_writes_to_a_disk_of_its_own_is_missed_at_once(tmp_path, monkeypatch, step):
+def test_what_a_node_writes_to_a_disk_of_its_own_is_missed_at_once(tmp_path, monkeypatch, step, flags):
     monkeypatch.setattr(f"nanochat.corpus.build.{step}", lambda *arguments: {})
     with pytest.raises(BadInput, match="is not seen here: name an --out_dir that all nodes share"):
-        prepare(tmp_path / "out", f"--projects_dir={two_projects(tmp_path)}")
+        prepare(tmp_path / "out", *flags)
     assert not (tmp_path / "out" / "val").exists()

@@ -20,6 +20,14 @@ from scripts.prepare_data import main
 from tests.corpus.projects import make_project, prepare, read, shard_hashes, stack_rows, write_table
 
 
+@pytest.fixture
+def flags(tmp_path):
+    """The flags that name two projects."""
+    for name in "ab":
+        make_project(tmp_path / "in", name)
+    return [f"--projects_dir={tmp_path / 'in'}"]
+
+
 def test_no_project_is_on_both_sides_whatever_its_versions(tmp_path):
     for name in "abcdefgh":
         make_project(tmp_path / "in", f"{name}-1.0", seed=name)
@@ -43,16 +51,14 @@ def test_shards_have_the_columns_small_row_groups_and_a_shuffled_order(tmp_path)
     assert min(first_half["a"], first_half["b"]) > 100
 
 
-def test_same_bytes_for_any_number_of_workers_and_order_of_flags(tmp_path):
-    projects = [make_project(tmp_path / "in", name) for name in ("a", "b", "c", "d")]
-    flags = ["--shard_bytes=10000", "--seed=5", "--val_projects=b"]
-    for workers, order in ((1, projects), (2, projects[::-1])):
-        main([f"--out_dir={tmp_path / str(workers)}", f"--workers={workers}", *flags,
-              f"--source={','.join(map(str, order))}"])
-    assert shard_hashes(tmp_path / "1") == shard_hashes(tmp_path / "2")
-    assert len(shard_hashes(tmp_path / "1")) > 3
-    prepare(tmp_path / "other_seed", *flags[::2], "--seed=6", f"--projects_dir={tmp_path / 'in'}")
-    assert shard_hashes(tmp_path / "1") != shard_hashes(tmp_path / "other_seed")
+def test_same_bytes_for_any_number_of_workers_and_order_of_flags_but_not_for_another_seed(tmp_path):
+    projects = [make_project(tmp_path, name) for name in "abcd"]
+    made = []
+    for workers, order, seed in ((1, projects, 5), (2, projects[::-1], 5), (1, projects, 6)):
+        prepare(tmp_path / str(len(made)), f"--workers={workers}", f"--source={','.join(map(str, order))}",
+                f"--seed={seed}", "--shard_bytes=10000", "--val_projects=b")
+        made.append(shard_hashes(tmp_path / str(len(made))))
+    assert made[0] == made[1] != made[2] and len(made[0]) > 3
 
 
 def test_killed_at_ten_moments_it_resumes_and_gives_the_same_bytes(tmp_path):
@@ -96,10 +102,7 @@ def test_killed_at_ten_moments_it_resumes_and_gives_the_same_bytes(tmp_path):
     assert not list(out.rglob("*.partial"))
 
 
-def test_killed_while_it_publishes_it_resumes(tmp_path, monkeypatch):
-    for name in "ab":
-        make_project(tmp_path / "in", name)
-    flags = [f"--projects_dir={tmp_path / 'in'}"]
+def test_killed_while_it_publishes_it_resumes(tmp_path, monkeypatch, flags):
     prepare(tmp_path / "whole", *flags)
     real_replace = os.replace
 
@@ -115,19 +118,6 @@ def test_killed_while_it_publishes_it_resumes(tmp_path, monkeypatch):
     assert shard_hashes(tmp_path / "out") == shard_hashes(tmp_path / "whole")
 
 
-def test_second_run_does_nothing_and_other_data_is_never_overwritten(tmp_path, capsys):
-    for name in "ab":
-        make_project(tmp_path / "in", name)
-    flags = [f"--projects_dir={tmp_path / 'in'}"]
-    prepare(tmp_path / "out", *flags)
-    before = shard_hashes(tmp_path / "out")
-    prepare(tmp_path / "out", *flags)
-    assert "already holds this corpus" in capsys.readouterr().out
-    with pytest.raises(BadInput, match="holds other data"):
-        prepare(tmp_path / "out", *flags, "--seed=2")
-    assert shard_hashes(tmp_path / "out") == before
-
-
 def test_the_corpus_may_lie_beside_its_sources_and_in_an_ignored_folder_of_a_checkout(tmp_path):
     one, two = (make_project(tmp_path, name) for name in ("one", "two"))
     subprocess.run(["git", "init", "-q"], cwd=one, check=True)
@@ -139,13 +129,17 @@ def test_the_corpus_may_lie_beside_its_sources_and_in_an_ignored_folder_of_a_che
         before = shard_hashes(out)
 
 
-def test_a_corpus_whose_shards_are_gone_or_damaged_is_not_there(tmp_path, capsys):
-    for name in "ab":
-        make_project(tmp_path / "in", name)
-    out, flags = tmp_path / "out", [f"--projects_dir={tmp_path / 'in'}", "--shard_bytes=5000"]
+def test_a_corpus_that_is_there_is_not_made_again_unless_its_shards_are_gone(tmp_path, capsys, flags):
+    out, other = tmp_path / "out", [*flags, "--seed=2"]
+    flags = [*flags, "--shard_bytes=5000"]
     manifest = prepare(out, *flags)
     before = shard_hashes(out)
     assert {name: shard["sha256"] for name, shard in manifest["shards"].items()} == before
+    prepare(out, *flags)
+    assert "already holds this corpus" in capsys.readouterr().out
+    with pytest.raises(BadInput, match="holds other data"):
+        prepare(out, *other)
+    assert shard_hashes(out) == before
     shard = out / "base_data_v3" / "shard_00001.parquet"
     content = shard.read_bytes()
     shard.write_bytes(content[:100] + bytes([content[100] ^ 1]) + content[101:])
@@ -200,15 +194,13 @@ def test_an_unknown_name_of_val_projects_is_refused_before_anything_is_read(tmp_
     (lambda out: (out / ".work").touch(), "Not a directory|File exists"),
     (lambda out: (out / ".prepare_data.lock").mkdir(), "Is a directory"),
 ])
-def test_what_is_in_the_way_in_the_folder_is_named_before_the_work(tmp_path, monkeypatch, prevent, message):
-    for name in "ab":
-        make_project(tmp_path / "in", name)
+def test_what_is_in_the_way_in_the_folder_is_named_before_the_work(tmp_path, monkeypatch, flags, prevent, message):
     (tmp_path / "out").mkdir()
     prevent(tmp_path / "out")
     before = sorted((tmp_path / "out").rglob("*"))
     monkeypatch.setattr("nanochat.corpus.build.scan", None)
     with pytest.raises(BadInput, match=message) as error:
-        prepare(tmp_path / "out", f"--projects_dir={tmp_path / 'in'}")
+        prepare(tmp_path / "out", *flags)
     assert "\n" not in str(error.value)
     assert [path for path in before if path not in (tmp_path / "out").rglob("*")] == []
 
@@ -276,15 +268,13 @@ def test_bad_input_is_one_line(tmp_path, flags, message):
     assert not (tmp_path / "out" / "base_data_v3").exists()
 
 
-def test_a_path_that_cannot_be_shown_or_written_is_no_traceback(tmp_path):
-    for name in "ab":
-        make_project(tmp_path / "in", name)
-    command = [sys.executable, "-m", "scripts.prepare_data", f"--projects_dir={tmp_path}/in", "--workers=1"]
+def test_a_path_that_cannot_be_shown_or_written_is_no_traceback(tmp_path, flags):
+    command = [sys.executable, "-m", "scripts.prepare_data", *flags, "--workers=1"]
     run = subprocess.run([*command, f"--out_dir={tmp_path}/é"], capture_output=True, text=True,
                          env={**os.environ, "PYTHONIOENCODING": "ascii"})
     assert run.returncode == 0 and f"{tmp_path}/\\xe9/val: 6 documents" in run.stdout, run.stderr
     with pytest.raises(BadInput, match="its name is not UTF-8"):
-        prepare(tmp_path / os.fsdecode(b"\xff"), f"--projects_dir={tmp_path}/in")
+        prepare(tmp_path / os.fsdecode(b"\xff"), *flags)
     assert not (tmp_path / os.fsdecode(b"\xff")).exists()
 
 
@@ -293,17 +283,10 @@ def test_its_processes_do_not_wait_for_pytorch_which_they_do_not_need():
     subprocess.run([sys.executable, "-c", program], check=True, timeout=100)
 
 
-def test_full_disk_is_said_before_the_work(tmp_path, monkeypatch):
-    make_project(tmp_path / "in", "a")
+def test_a_disk_without_room_and_one_that_another_run_uses_are_said_before_the_work(tmp_path, monkeypatch, flags):
     usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr("shutil.disk_usage", lambda path: usage._replace(free=100))
-    with pytest.raises(BadInput, match="has 0 MB free"):
-        prepare(tmp_path / "out", f"--projects_dir={tmp_path / 'in'}")
-
-
-def test_two_runs_do_not_write_to_one_directory(tmp_path):
-    make_project(tmp_path / "in", "a")
-    (tmp_path / "out").mkdir()
-    lock = FileLock(tmp_path / "out" / ".prepare_data.lock")
-    with lock, pytest.raises(BadInput, match="another prepare_data is writing"):
-        prepare(tmp_path / "out", f"--projects_dir={tmp_path / 'in'}")
+    with monkeypatch.context() as patch, pytest.raises(BadInput, match="has 0 MB free"):
+        patch.setattr("shutil.disk_usage", lambda path: usage._replace(free=100))
+        prepare(tmp_path / "out", *flags)
+    with FileLock(tmp_path / "out" / ".prepare_data.lock"), pytest.raises(BadInput, match="another prepare_data is"):
+        prepare(tmp_path / "out", *flags)
