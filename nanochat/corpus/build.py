@@ -13,7 +13,7 @@ from nanochat.corpus.duplicates import find_duplicates
 from nanochat.corpus.filters import parse_filters
 from nanochat.corpus.manifest import MANIFEST, TRAIN_DIR, VAL_DIR, all_dropped
 from nanochat.corpus.runs import load_index
-from nanochat.corpus.scan import HELD_OUT, RECIPE, STATS, ScanOptions, scan, telling_sequences
+from nanochat.corpus.scan import HELD_OUT, RECIPE, STATS, scan, telling_sequences
 from nanochat.record.progress import Progress
 
 
@@ -88,11 +88,7 @@ def identity_of(sources, flags, excluded):
 
 def build(sources, flags, excluded, run, staging):
     """Makes the shards in `staging` and returns the manifest, a dict."""
-    # A table is divided by the hash of its projects or paths, unless flags name the projects that are held out.
-    val_fraction = 0 if flags.eval_only or flags.val_projects else flags.val_fraction
-    options = ScanOptions(flags.seed, flags.max_file_bytes, telling_sequences(excluded.texts), val_fraction,
-                          flags.filters, flags.licences)
-    folders, stats = scan_all(sources, options, staging / "scans", run)
+    folders, stats = scan_all(sources, flags, telling_sequences(excluded.texts), staging / "scans", run)
     val_projects = split_projects(sources, stats, flags)
     is_val = np.array([source.project in val_projects for source in sources])
     index, sides = unique_documents(folders, stats, is_val, flags)
@@ -154,7 +150,7 @@ def require_seen(path):
 # The steps
 
 
-def scan_all(sources, options, scans, run):
+def scan_all(sources, flags, excluded, scans, run):
     """Scans every source. Returns the folders of their runs and their statistics, in the order of `sources`."""
     folders = [scans / f"{i:05d}" for i in range(len(sources))]
     stats = [None] * len(sources)
@@ -167,7 +163,7 @@ def scan_all(sources, options, scans, run):
             stats[i] = found
             bar.update(sources[i].nbytes)
 
-        run(scan, [(sources[i], folders[i], options) for i in largest_first], done)
+        run(scan, [(sources[i], folders[i], flags, excluded) for i in largest_first], done)
     return folders, stats
 
 

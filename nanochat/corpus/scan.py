@@ -3,7 +3,6 @@ import json
 import os
 import re
 from collections import Counter
-from dataclasses import dataclass
 
 from nanochat.common import SUFFIXES
 from nanochat.corpus.archives import MAX_LICENCE_BYTES
@@ -179,19 +178,9 @@ def _licence_rules(text):
 # Runs
 
 
-@dataclass(frozen=True)
-class ScanOptions:
-    """What decides which documents of a source are kept."""
-    seed: int
-    max_file_bytes: int = 1_000_000
-    excluded: frozenset = frozenset()  # sequences of words that no document has
-    val_fraction: float = 0.0  # of the groups of a table, which are held out
-    filters: tuple = ()  # names in filters.py
-    licences: str = "any"  # or permissive
-
-
-def scan(source, folder, options):
-    """Reads `source`, writes its runs into `folder`, unless that was done before, and returns its statistics.
+def scan(source, folder, flags, excluded):
+    """Reads `source`, writes its runs into `folder`, unless that was done before, and returns its statistics. flags:
+    CorpusFlags. excluded: sequences of words that no document has.
 
     Besides run_*.parquet, and run_*_val.parquet for held-out documents of a table, the folder holds the statistics, a
     dict: the numbers of files, of documents and bytes kept, of files dropped for each reason, of documents under each
@@ -202,15 +191,14 @@ def scan(source, folder, options):
         check_unchanged(source)
         check_sums(source)
         folder.mkdir(parents=True, exist_ok=True)
-        found = _Scan(source, folder, options)
+        found = _Scan(source, folder, flags, excluded)
         for row in rows_of(source):
             found.stats["files"] += 1
             if reason := found.add(row):
-                found.dropped[reason] += 1
+                found.stats["dropped"][reason] += 1
         found.write_runs()
         with whole_file(finished) as file:
-            file.write(json.dumps({**found.stats, "dropped": found.dropped, "licences": found.licences,
-                                   "held_out_licences": found.held_out_licences}).encode())
+            file.write(json.dumps(found.stats).encode())
     return json.loads(finished.read_text())
 
 
@@ -223,17 +211,17 @@ def rows_of(source):
         yield Row(path, nbytes, read, "" if path.lower().endswith(SUFFIXES) else "not_c_or_cpp")
 
 
-def select(row, options):
+def select(row, max_file_bytes, excluded):
     """Returns what clean does for a Row."""
     if row.refused:
         return None, row.refused
-    if row.nbytes > options.max_file_bytes:
+    if row.nbytes > max_file_bytes:
         return None, "over_long"
     try:
         text, note = clean(row.path, row.read())
     except OSError:
         return None, "unreadable"
-    if text is not None and overlaps(text, options.excluded):
+    if text is not None and overlaps(text, excluded):
         return None, "overlaps_problem"
     return text, note
 
@@ -241,40 +229,40 @@ def select(row, options):
 class _Scan:
     """Collects the documents of one source, writes them as runs in `folder`, and counts them for stats.json."""
 
-    def __init__(self, source, folder, options):
+    def __init__(self, source, folder, flags, excluded):
         self.source = source
         self.folder = folder
-        self.options = options
+        self.flags = flags
+        self.excluded = excluded
         self.licence_of = (lambda path: "unknown") if source.table else licence_finder(source)
-        self.stats = Counter(files=0, documents=0, bytes=0, held_out_documents=0, held_out_bytes=0, recoded=0,
-                             emails_replaced=0, runs=0)
-        self.dropped = Counter()
-        self.licences = Counter()
-        self.held_out_licences = Counter()
+        numbers = ("files", "documents", "bytes", "held_out_documents", "held_out_bytes", "recoded", "emails_replaced",
+                   "runs")
+        self.stats = dict.fromkeys(numbers, 0)
+        self.stats |= {"dropped": Counter(), "licences": Counter(), "held_out_licences": Counter()}
         self.documents = {".parquet": [], HELD_OUT: []}  # by the end of a run's name
         self.nbytes = 0  # of these
 
     def add(self, row):
         """Adds the document of a Row, or returns the reason for dropping it."""
-        text, note = select(row, self.options)
+        text, note = select(row, self.flags.max_file_bytes, self.excluded)
         if text is None:
             return note
         # What a file says of itself counts more than what its package says of all files.
         spdx = _SPDX.search(text, 0, 4096)
         licence = spdx[1].decode() if spdx else row.licence or self.licence_of(row.path)
-        if self.options.licences == "permissive" and not is_permissive(licence):
+        if self.flags.licences == "permissive" and not is_permissive(licence):
             return "licence"
-        if SECRETS in self.options.filters and has_secret(text):
+        if SECRETS in self.flags.filters and has_secret(text):
             return SECRETS
         self.stats["recoded"] += note == "recoded"
-        if EMAILS in self.options.filters:
+        if EMAILS in self.flags.filters:
             replaced = replace_emails(text)
             self.stats["emails_replaced"] += replaced != text
             text = replaced
         path = os.fsencode(row.path).decode("utf-8", "replace")
         minhash = signature(text)
         self.keep(row.group, {"text": text, "path": path, "source": row.project or self.source.label,
-                              "licence": licence, "key": key_of(text, self.options.seed), "nbytes": len(text),
+                              "licence": licence, "key": key_of(text, self.flags.seed), "nbytes": len(text),
                               "signature": minhash, **bands(minhash)})
         return ""
 
@@ -282,11 +270,11 @@ class _Scan:
         end = ".parquet"
         if self.source.table and self.is_held_out(group.encode() or document["text"]):
             end = HELD_OUT
-            self.held_out_licences[document["licence"]] += 1
+            self.stats["held_out_licences"][document["licence"]] += 1
             self.stats["held_out_documents"] += 1
             self.stats["held_out_bytes"] += document["nbytes"]
         self.documents[end].append(document)
-        self.licences[document["licence"]] += 1
+        self.stats["licences"][document["licence"]] += 1
         self.stats["documents"] += 1
         self.stats["bytes"] += document["nbytes"]
         self.nbytes += document["nbytes"]
@@ -294,8 +282,10 @@ class _Scan:
             self.write_runs()
 
     def is_held_out(self, group):
-        """Returns whether the documents of a group, bytes, are held out: a hash decides, the same in all files."""
-        return key_of(group, self.options.seed) < self.options.val_fraction * 2**64
+        """Returns whether the documents of a group, bytes, are held out, unless flags name what is: a hash decides, the
+        same in all files."""
+        val_fraction = 0 if self.flags.eval_only or self.flags.val_projects else self.flags.val_fraction
+        return key_of(group, self.flags.seed) < val_fraction * 2**64
 
     def write_runs(self):
         """Writes the collected documents, if there are any."""

@@ -8,7 +8,8 @@ import pytest
 
 from nanochat.common import BadInput
 from nanochat.corpus import sources
-from nanochat.corpus.scan import ScanOptions, licence_finder, scan
+from nanochat.corpus.build import CorpusFlags
+from nanochat.corpus.scan import licence_finder, scan
 from nanochat.corpus.tables import open_table
 from tests.corpus.projects import LICENCE_MIT, cpp, make_project, make_tar, prepare, read
 
@@ -174,7 +175,7 @@ def test_a_checkout_may_have_a_folder_that_nobody_may_read(as_nobody):
 def test_a_source_file_that_may_not_be_read_is_counted(as_nobody, tmp_path):
     folder, run = as_nobody
     (make_project(folder, "tool") / "src/file0.cpp").chmod(0)
-    stats = run(lambda: scan(sources.open_source(folder / "tool"), folder / "scan", ScanOptions(seed=0)))
+    stats = run(lambda: scan(sources.open_source(folder / "tool"), folder / "scan", CorpusFlags(), frozenset()))
     assert stats["dropped"] == {"unreadable": 1}
 
 
