@@ -7,7 +7,6 @@ be lost with their node, and need a sort to come back into an order.
 import hashlib
 import importlib.metadata
 import os
-import re
 import socket
 import subprocess
 import sys
@@ -20,14 +19,6 @@ from nanochat.common import BadInput, say
 TRIES = 5  # of a task whose worker or node is lost
 CONNECT_S, NO_ROOM_S, STALL_S = 60, 600, 6 * 3600
 
-_CONNECT = """
-import sys, ray
-try:
-    ray.init(sys.stdin.read(), logging_level="ERROR", log_to_driver=False)
-except Exception as error:
-    sys.exit(" ".join(str(error).split())[:400])
-"""
-
 
 def find_address(address):
     """Returns the address of the cluster: `address`, or $RAY_ADDRESS. Raises BadInput if ray is not installed, or
@@ -36,22 +27,19 @@ def find_address(address):
         importlib.metadata.version("ray")
     except importlib.metadata.PackageNotFoundError:
         raise BadInput("--engine=ray needs ray, which is not installed: pip install '.[data,ray]'") from None
-    name = "--ray_address" if address else "RAY_ADDRESS"
     address = address or os.environ.get("RAY_ADDRESS")
     if not address:
         raise BadInput("--engine=ray: no cluster is named: give --ray_address=HOST:PORT or set RAY_ADDRESS (auto: the "
                        "cluster of which this machine is a node)")
     if address == "auto":
         return address
-    if not re.fullmatch(r"[^/]+:[0-9]{4,5}", address):
-        raise BadInput(f"{name}={address} is not HOST:PORT or auto; ray:// is not supported: run this command on a "
-                       "node of the cluster")
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host, int(port)), timeout=10).close()
-    except (OSError, OverflowError, UnicodeError) as error:
-        raise BadInput(f"{name}={address}: nothing answers there ({error}): check the address, and that the "
-                       "cluster runs") from None
+    except (OSError, OverflowError, ValueError) as error:
+        reason = str(error)[:80]
+        raise BadInput(f"--ray_address or RAY_ADDRESS={address[:80]}: nothing answers there ({reason}): give HOST:PORT "
+                       "of a cluster that runs, without ray://, and run this command on one of its nodes") from None
     return address
 
 
@@ -78,13 +66,14 @@ def _require_cluster(address):
     """Raises BadInput if no cluster answers, or it refuses. A process tries it, because ray.init waits forever, and
     cannot be interrupted, if another program answers."""
     try:
-        tried = subprocess.run([sys.executable, "-c", _CONNECT], input=address, capture_output=True, text=True,
+        program = "import ray, sys; ray.init(sys.argv[1], logging_level='ERROR', log_to_driver=False)"
+        tried = subprocess.run([sys.executable, "-c", program, address], capture_output=True, text=True,
                                timeout=CONNECT_S)
     except subprocess.TimeoutExpired:
         raise BadInput(f"{address}: no Ray cluster answered in {CONNECT_S} s: check the address, and that this machine "
                        "is a node of the cluster") from None
     if tried.returncode:
-        problem = tried.stderr.strip().rpartition("\n")[2]
+        problem = tried.stderr.strip().rpartition("\n")[2][:400]
         if "InvalidAuthToken" in tried.stderr:
             problem = "it asks for its token: set RAY_AUTH_MODE=token, and copy the token to ~/.ray/auth_token"
         raise BadInput(f"{address}, the address of the Ray cluster: {problem}")
