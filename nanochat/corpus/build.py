@@ -153,6 +153,9 @@ def require_seen(path):
 def scan_all(sources, flags, excluded, scans, run):
     """Scans every source. Returns the folders of their runs and their statistics, in the order of `sources`."""
     folders = [scans / f"{i:05d}" for i in range(len(sources))]
+    for folder in folders:
+        if not (folder / STATS).exists():
+            shutil.rmtree(folder, ignore_errors=True)  # of a killed command: its runs could be beside those to come
     stats = [None] * len(sources)
     # Largest first, so that no worker reads a large source at the end while the others are idle.
     largest_first = sorted(range(len(sources)), key=lambda i: -sources[i].nbytes)

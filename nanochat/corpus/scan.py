@@ -13,7 +13,8 @@ from nanochat.corpus.sources import LICENCE_FILE, check_sums, check_unchanged, i
 from nanochat.corpus.tables import Row, iter_rows
 from nanochat.corpus.workers import whole_file
 
-RECIPE = 3  # to be increased when a change to this file or to corpus.py makes another corpus from the same files
+# To be increased when a change to this file or to corpus.py makes another corpus from the same files, or other runs.
+RECIPE = 3
 HELD_OUT = "_val.parquet"  # end of the names of runs of held-out documents
 STATS = "stats.json"  # beside the runs of a source, once all are written
 RUN_BYTES = 32_000_000

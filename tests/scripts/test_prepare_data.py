@@ -67,7 +67,7 @@ def test_killed_at_ten_moments_it_resumes_and_gives_the_same_bytes(tmp_path):
         suffix = (".parquet", ".jsonl", ".jsonl.gz", ".jsonl.zst")[number % 4]
         write_table(tmp_path / "tables" / f"part={number}" / f"a{suffix}", stack_rows(f"p{number}", 10))
     flags = [f"--projects_dir={tmp_path / 'in'}", f"--source={tmp_path / 'tables'}", "--shard_bytes=6000"]
-    prepare(tmp_path / "whole", *flags)
+    whole = prepare(tmp_path / "whole", *flags)
     out = tmp_path / "out"
 
     def finished():
@@ -96,7 +96,10 @@ def test_killed_at_ten_moments_it_resumes_and_gives_the_same_bytes(tmp_path):
         assert kept.items() <= finished().items(), "what was whole was made again"
     assert list(out.glob(".work/*/base_data_v3/shard_*.parquet")), "all kills were before the first shard"
     next(out.glob(".work/*/val/")).joinpath("shard_00000.parquet.1_a.partial").touch()
-    prepare(out, *flags)
+    stats = next(out.glob(".work/*/scans/*/stats.json"))
+    stats.with_name("run_00009.parquet").write_bytes(next(stats.parent.glob("run_*.parquet")).read_bytes())
+    stats.unlink()  # as if it had been killed after another run
+    assert prepare(out, *flags) == whole
     assert shard_hashes(out) == shard_hashes(tmp_path / "whole")
     assert {path.name for path in out.iterdir()} == {"base_data_v3", "val", "manifest.json", ".prepare_data.lock"}
     assert not list(out.rglob("*.partial"))
