@@ -6,7 +6,7 @@
 
 A run whose name has a checkpoint resumes from it, in the middle of its episodes. docs/puzzles.md says more.
 """
-from nanochat.common import BadInput, run_script
+from nanochat.common import run_script
 from nanochat.device.ranks import resolve_device_type
 from nanochat.puzzles.plan import parse_flags
 from nanochat.puzzles.task import make_task
@@ -15,10 +15,7 @@ from nanochat.train.launch import launch
 
 def main(argv=None):
     flags = parse_flags(argv, __doc__)
-    if flags.run.preflight:
-        raise BadInput("--preflight is for base_train: leave it out")
-    device_type = resolve_device_type(flags.devices.device_type)
-    return launch(flags, device_type, make_task)
+    return launch(flags, resolve_device_type(flags.devices.device_type), make_task)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ LAUNCHED = ["spawn", "Trainer"]  # of nanochat.train.launch
 # Where the real work of each script begins: there the test stops it.
 WORK = {
     "ablate": ["started_module"], "adapt": ["run_module"], "base_eval": ["DataLoader"],
-    "base_train": ["spawn", "Trainer", "run_preflight"],
+    "base_train": LAUNCHED,
     "bench.kernels": ["measure"], "bench.loader": ["compare_all"], "bench.train": ["Training"], "code_eval": ["Judge"],
     "demo": ["run"], "eval_table": ["run_module"], "export": ["load_model"], "generate": ["Engine"],
     "import_hf": ["import_model"], "lsp": ["run"], "prepare_data": ["prepare"],

@@ -110,7 +110,6 @@ class PuzzleFeed:
     explore: float  # share of episodes with a random minimum of 2 to max_steps steps; the others have no minimum
     max_steps: int
     state: dict = field(default_factory=dict)  # always empty: seed and step determine the rest
-    _taken: list = field(default_factory=list)
 
     @property
     def fingerprint(self):
@@ -125,7 +124,6 @@ class PuzzleFeed:
         for name, values in self.draw(self.step).items():
             batch[name] = torch.from_numpy(values[own].astype(np.int32))
         self.step += 1
-        self._taken.append(torch.cat([batch["puzzle"], batch["solution"]], 1))
         return batch
 
     def draw(self, step):
@@ -139,12 +137,6 @@ class PuzzleFeed:
         explores = generator.random(self.total_batch_size) < self.explore
         minimum = generator.integers(2, max(self.max_steps, 2) + 1, size=self.total_batch_size)
         return {"puzzle": puzzle, "solution": solution, "min_steps": np.where(explores, minimum, 0)}
-
-    def taken(self):
-        """Returns a list of the puzzles and solutions since the last call, side by side in each row."""
-        taken = self._taken
-        self._taken = []
-        return taken
 
     def metrics(self):
         return {"puzzles": self.step * self.total_batch_size}

@@ -59,7 +59,6 @@ class RunFlags:
     run: str = flag("dummy", "name of the run, its folder and its entry in WandB; dummy: no WandB")
     resume: str = flag("auto", "auto: resume the run of this name, if it has a checkpoint; never: move the old run "
                        "aside; docs/training.md#resume", choices=("auto", "never"))
-    preflight: bool = flag(False, "compile first, and exit with status 3 if the TPU's memory is too small")
     seed: int = flag(0, "seed of the weights and of the data order", at_least=0)
 
     @property
@@ -278,6 +277,7 @@ GONE = {
     "rate_horizon": Gone("multiply the rates with --lr_scale; a run that began with it keeps it"),
     "learning_rate": Gone("multiply all rates with --lr_scale, such as --lr_scale=0.5"),
     "data_mix": Gone("give its file as --data_dir"),
+    "preflight": Gone("run python3 -m scripts.tpu_preflight before, with the same flags"),
     "tokenizer_threads": Gone("each rank has two threads that prefetch and tokenize: leave it out"),
 }
 
@@ -306,7 +306,7 @@ class FlagGroups:
         for group in (getattr(self, each.name) for each in fields(self)):
             for each in fields(group):
                 value = getattr(group, each.name)
-                if each.metadata and value != each.default and each.name not in ("resume", "preflight"):
+                if each.metadata and value != each.default and each.name != "resume":
                     lines.append(f"{each.name} = {json.dumps(value, ensure_ascii=False)}")
         return "\n".join(lines) + "\n"
 

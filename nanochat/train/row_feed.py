@@ -13,7 +13,6 @@ class RowFeed:
         self._plan = plan
         self._saves_lanes = rank % plan.mesh.tensor == 0  # the other ranks of its tensor group read the same
         self._last = None
-        self._taken = []
         self._step = step  # the step that takes micro-batches
         self._left = plan.micro_steps  # until its end
 
@@ -22,7 +21,6 @@ class RowFeed:
 
     def __next__(self):
         self._last = next(self.loader)
-        self._taken.append(self._last.rows)
         self._left -= 1
         if not self._left:
             self._step += 1
@@ -30,12 +28,6 @@ class RowFeed:
             if self._step in self._plan.switches:  # at once, so that it prefetches while the device updates
                 self.loader.change_rows(self._plan.rows(self._step), self._plan.seq_len(self._step))
         return {"rows": self._last.rows}
-
-    def taken(self):
-        """Returns a list of the rows since the last call."""
-        rows = self._taken
-        self._taken = []
-        return rows
 
     @property
     def state(self):

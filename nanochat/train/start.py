@@ -10,7 +10,7 @@ from nanochat.checkpoint.meta import Meta, load_meta, read_language_config, requ
 from nanochat.checkpoint.pieces import load_tensors
 from nanochat.common import SOURCE, BadInput
 from nanochat.data.tokenizer import load_tokenizer
-from nanochat.model.models import config_as_flags, is_given, require_as_saved
+from nanochat.model.models import is_given, require_as_saved
 from nanochat.train.flags import StartFlags, require_not_gone
 from nanochat.train.prepare import run_directory
 
@@ -63,19 +63,6 @@ def saved_meta(flags, directory):
             read_language_config(path, meta)
             return meta
     return None
-
-
-def kept_flags(flags, directory):
-    """Returns the flags of the model that are not given and that the checkpoint has, as arguments."""
-    meta = saved_meta(flags, directory)
-    if meta is None:
-        return []
-    saved = config_as_flags(meta.model_config)
-    found = []
-    for name, value in saved.items():
-        if getattr(flags.model, name) is None:
-            found.append(f"--{name}={value}")
-    return found
 
 
 def with_start(flags):

@@ -4,11 +4,7 @@ import os
 import secrets
 import time
 from importlib.util import find_spec
-from pathlib import Path
 from statistics import fmean
-
-import numpy as np
-import torch
 
 from nanochat.common import SILENCE_S
 from nanochat.device import tpu
@@ -62,7 +58,7 @@ class StepLog:
         self._nonfinite = nonfinite
         self._first_step = first_step
         self._last_step = first_step  # whose result is written
-        self._waiting = []  # (Measured, rows) of each step
+        self._waiting = []  # Measured of each step
         self._begun_at = time.monotonic()
         self._num_recorded = 0  # of those that wait
         self._recorded_at = self._begun_at
@@ -88,7 +84,7 @@ class StepLog:
 
     def _open_wandb(self, run):
         flags = run.flags.run
-        mesh = self._training.optimizer.mesh.as_dict()  # the flags lack it if the environment or "auto" chose it
+        mesh = self._training.optimizer.mesh.as_dict()  # the flags lack it if the environment chose it
         project = os.environ.get("WANDB_PROJECT") or "nanochat"
         return Reader("WandB", send_to_wandb, project=project, name=flags.run, id=self.wandb_id,
                       dir=str(run.directory), config=run.flags.as_dict() | {"mesh": mesh})
@@ -99,10 +95,9 @@ class StepLog:
             self._begun_at = time.monotonic()
             self._training.observer.begin_window()
 
-    def add(self, measured, rows):
-        """Adds a step. measured: the result of TrainingStep.run, on the device; rows: a list of tensors, this rank's
-        micro-batches."""
-        self._waiting.append((measured, rows))
+    def add(self, measured):
+        """Adds a step. measured: the result of TrainingStep.run, on the device."""
+        self._waiting.append(measured)
         if self._logger and time.monotonic() - self._recorded_at > SILENCE_S:
             self._catch_up()
 
@@ -110,7 +105,7 @@ class StepLog:
     # the host waits for the results of those before.
     def _catch_up(self):
         """Records the losses of the waiting steps but the newest."""
-        for measured, _ in self._waiting[self._num_recorded:-1]:
+        for measured in self._waiting[self._num_recorded:-1]:
             self._num_recorded += 1
             self._logger.log(self._last_step + self._num_recorded, {"loss": measured.fetch()["loss"]}, quiet=True)
         self._recorded_at = time.monotonic()
@@ -126,7 +121,7 @@ class StepLog:
         with goodput.span("train"):
             # Here and in _catch_up alone does the training loop wait for the device. All steps of a line are fetched
             # together: a fetch after each step would leave the chip idle while the host traces and dispatches the next.
-            results = [measured.fetch() for measured, _ in self._waiting]
+            results = [measured.fetch() for measured in self._waiting]
         first = step - len(results) + 1
         self._count_nonfinite(first, results)
         elapsed_s = time.monotonic() - self._begun_at
@@ -146,10 +141,10 @@ class StepLog:
 
     def _count_nonfinite(self, first, results):
         """Counts the non-finite steps from `first` on, with a warning for each, and clears the waiting steps."""
-        for number, (result, (_, rows)) in enumerate(zip(results, self._waiting, strict=True), first):
+        for number, result in enumerate(results, first):
             loss = result["loss"]
             gradient_norm = result["grad_norm"]
-            if self._nonfinite.add(number, loss, gradient_norm, rows):
+            if self._nonfinite.add(loss, gradient_norm):
                 print0(f"warning: step {number} is skipped, its loss is {loss} and its gradient's norm "
                        f"{gradient_norm} ({self._nonfinite.in_a_row} in a row)")
                 if self._logger and self._nonfinite.in_a_row == 1:
@@ -196,48 +191,27 @@ class StepLog:
 
 
 # The optimizer skips a step on the device if its loss or gradient is not finite. Here such steps are counted, on every
-# rank, with equal results. Too many in a row end the run, and the batch of the first is written for inspection.
+# rank, with equal results. Too many in a row end the run.
 class NonfiniteSteps:
     """Counts a run's non-finite steps."""
     def __init__(self, total=0, in_a_row=0):
         """The counts of a resumed run."""
         self.total = total
         self.in_a_row = in_a_row
-        self._first_step = None  # the first in a row, and its rows
-        self._first_rows = None
 
     def counts(self):
         """Returns the counts for a checkpoint, as __init__ takes them."""
         return {"total": self.total, "in_a_row": self.in_a_row}
 
-    def add(self, step, loss, gradient_norm, rows):
-        """Counts step number `step` (from 1) if it was not finite, and returns whether it was. rows: a list of int32
-        (B, T + 1), those of this rank's micro-steps."""
+    def add(self, loss, gradient_norm):
+        """Counts a step if it was not finite, and returns whether it was."""
         if math.isfinite(loss) and math.isfinite(gradient_norm):
             self.in_a_row = 0
-            self._first_rows = None
             return False
         self.total += 1
         self.in_a_row += 1
-        # Only the first of a series: the batches after it met the same weights, because no update happened in between.
-        if self._first_rows is None:
-            self._first_step = step
-            self._first_rows = rows
         return True
 
     @property
     def are_too_many(self):
         return self.in_a_row >= MAX_BAD_STEPS
-
-    def write_first_batch(self, run_dir, rank):
-        """Writes this rank's rows, int32 (rows, T + 1), of the first of the non-finite steps in a row.
-
-        Returns the directory, which all ranks share, or None if this process ran none of these steps: a run may resume
-        with a lower limit than its count.
-        """
-        if self._first_rows is None:
-            return None
-        directory = Path(run_dir) / f"bad_step_{self._first_step:06d}"
-        directory.mkdir(exist_ok=True)
-        np.save(directory / f"rank_{rank:03d}.npy", torch.cat(self._first_rows).numpy())
-        return directory

@@ -77,8 +77,7 @@ class Task(Protocol):
     def open_batches(self, dist, step, lane_states=None):
         """Returns an iterator over this rank's micro-batches, {name: CPU tensor}, from `step` on. lane_states: of all
         lanes, from a checkpoint. The iterator has `fingerprint` of the data, `state` ({lane: JSON value} of this rank
-        after the last micro-batch), `taken()` (a list of tensors: the micro-batches since its last call), `metrics()`
-        for the log, and `close()`."""
+        after the last micro-batch), `metrics()` for the log, and `close()`."""
 
     def restore_training(self, dist, step, restored=None):
         """Returns the TrainingStep (step.py) after `step` steps, from a Checkpoint or in its initial state."""

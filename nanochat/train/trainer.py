@@ -125,7 +125,7 @@ class Trainer:
         self.profile.before_step(self.step)
         with self.goodput.span("train"):
             result = self.training.run(self.batches, self.training.optimizer.scheduled(self.step))
-            self.log.add(result, self.batches.taken())
+            self.log.add(result)
         self.step += 1
         self.profile.after_step(self.step)
 
@@ -189,13 +189,9 @@ class Trainer:
         return self.finish_whole(is_mirrored)
 
     def report_nonfinite(self):
-        """Reports too many non-finite steps, and writes the batch of the first."""
-        path = self.nonfinite.write_first_batch(self.run.directory, self.dist.rank)
-        advice = "they were before the checkpoint: go on from an earlier one, or with lower learning rates"
-        if path:
-            advice = f"the batch of the first is in {path}"
+        """Reports too many non-finite steps."""
         print0(f"error: {self.nonfinite.in_a_row} steps in a row had a non-finite loss or gradient: the run "
-               f"ends at step {self.step}; {advice}")
+               f"ends at step {self.step}; go on from an earlier checkpoint, or with lower learning rates")
 
     def finish_stopped(self):
         """Says what the same command does now. Returns the exit status."""

@@ -5,7 +5,6 @@ import socket
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -105,7 +104,7 @@ def test_rows_that_become_longer_keep_the_bits_of_a_run_that_resumes_before_at_a
         base_train.main(last_of_each(*tiny, "--run=parts", "--num_iterations=8"))
 
 
-def test_steps_that_are_not_finite_end_the_run_with_the_last_good_checkpoint_and_the_offending_batch(train):
+def test_steps_that_are_not_finite_end_the_run_with_the_last_good_checkpoint(train):
     train("--device_type=cpu", "--save_every=3", "--eval_every=-1")
     run_dir = get_base_dir() / "checkpoints" / "test"
     on_disk.set_aside_after(run_dir, 3)
@@ -116,8 +115,6 @@ def test_steps_that_are_not_finite_end_the_run_with_the_last_good_checkpoint_and
     assert [process.losses[step] is None for step in range(1, 15)] == [False] * 4 + [True] * 10
     assert process.records[-1]["bad_steps"] == 10 and process.records[-1]["grad_norm"] is None
     assert on_disk.latest_good(run_dir)[0].name == "step_000003"
-    rows = [np.load(run_dir / "bad_step_000005" / f"rank_{rank:03d}.npy") for rank in (0, 1)]
-    assert all(part.shape == (8, 33) and part.dtype == np.int32 for part in rows)
 
 
 def test_a_run_whose_model_breaks_ends_with_status_1_and_no_script_takes_it_for_a_model(train, byte_tokenizer_dir,
