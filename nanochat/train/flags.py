@@ -157,8 +157,11 @@ def _flag_of_field(config_field):
     return field(default=None, metadata=options)
 
 
-# The flags of the model, {name: value}, and the fields of its config that are kept; None where the command line does
-# not give it.
+# The fields of the models' configs become flags: n_layer of GPTConfig, which is called depth, becomes
+#
+#     depth: int | None = flag(None, "number of layers (default: 16)")
+#
+# None: the command line does not give it. The fields that are `kept` (models.py) have no flag and travel along.
 _MODEL_FIELDS = [("arch", str | None, flag(None, "the model: gpt, or llama, the family of Llama, Qwen2 and Qwen3 "
                                            "(default: gpt)", choices=tuple(MODELS)))]
 _MODEL_FIELDS += [(name, each.type | None, _flag_of_field(each)) for name, each in CONFIG_FLAGS.items()]
