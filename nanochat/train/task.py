@@ -35,7 +35,7 @@ class TaskPlan(Protocol):
     unit: str  # of work, such as "tokens"
     flops_per_unit: float  # at the end of the run
     switches: tuple  # the steps at which the shape of a batch changes
-    # For the preflight:
+    # For the preflight, which only base_train has:
     kernel: str
     parameters: dict  # {group: number}
     stages: tuple  # ((first step, step after the last, name of the micro-step), …)

@@ -16,9 +16,9 @@ from scripts.base_train import main
 from tests.conftest import LLAMA, last_of_each
 
 CHUNKED = ("--kernel=chunked", "--log_every=1", "--num_heads=4", "--depth=3")
-FLASH = ("--kernel=flash", "--log_every=1", "--depth=3", "--model_dim=256", "--num_heads=2", "--num_kv_heads=1",
+FLASH = ("--kernel=flash", "--log_every=1", "--depth=2", "--model_dim=256", "--num_heads=2", "--num_kv_heads=1",
          "--max_seq_len=128", "--device_batch_size=1", "--window_pattern=SL", "--activation_checkpointing",
-         "--matrix_lr=0.0002", "--num_iterations=4", "--eval_every=4")
+         "--matrix_lr=0.0002", "--num_iterations=3")
 LOWER_RATES = ("--matrix_lr=0.0003", "--embedding_lr=0.005", "--unembedding_lr=0.00006", "--scalar_lr=0.008")
 
 
@@ -90,7 +90,7 @@ def test_tensor_takes_logits_without_a_bound_and_several_chunks_of_tokens_and_lo
                                                                                          tokenizer_dir):
     """9,216 tokens are two chunks of the loss. Rates are lower still, because they rise with the batch."""
     flags = (*CHUNKED, f"--tokenizer_dir={tokenizer_dir}", "--softcap=0", "--device_batch_size=288",
-             "--total_batch_size=9216", "--seq_len_ramp=0:16,2:32", "--num_iterations=4", *LOWER_RATES)
+             "--total_batch_size=9216", "--seq_len_ramp=0:16,2:32", "--num_iterations=3", *LOWER_RATES)
     assert_same(train(*flags, "--mesh_tensor=2", devices=2), reference(*flags))
 
 
