@@ -169,10 +169,14 @@ def asks_llama_cpp(flags):
     """Returns a function (before, after) -> (the completion of llama.cpp's server, seconds). Like llama.vim after its
     first completion, it takes the tokens of a quarter of a second."""
     def post(path, **body):
-        request = urllib.request.Request(f"{flags.llama_cpp}{path}", json.dumps(body).encode(),
-                                         {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            return json.load(answer)["content"]
+        try:
+            request = urllib.request.Request(f"{flags.llama_cpp}{path}", json.dumps(body).encode(),
+                                             {"Content-Type": "application/json"})
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                return json.load(answer)["content"]
+        except (OSError, ValueError) as error:  # what is no address is a ValueError
+            raise BadInput(f"--llama_cpp={flags.llama_cpp}: no server of llama.cpp answers ({error}): give its "
+                           "address, such as http://127.0.0.1:8080") from None
 
     @cache
     def ask(before, after):
