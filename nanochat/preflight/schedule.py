@@ -233,9 +233,9 @@ def _read_program(lines):
 
 def _matrix_cycles(instruction):
     """Returns the cycles for which a matrix unit works on one instruction, measured on products of known size: a row
-    takes a cycle on v5e, and half a cycle on v6e (`mubr`). A register has 16 rows of bfloat16 or 8 of float32; `lmr`
-    uses half a register."""
-    rows = 8 if ".lmr" in instruction or ".bf16" not in instruction else 16
+    takes a cycle on v5e, and half a cycle on v6e (`mubr`). A register has 16 rows of bfloat16, 8 of float32, or 32 of
+    8-bit integers, of which two take as long as another row; `lmr` uses half a register."""
+    rows = 8 if ".lmr" in instruction or ".f32" in instruction else 16
     return rows // 2 if ".mubr" in instruction else rows
 
 

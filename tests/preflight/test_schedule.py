@@ -218,6 +218,7 @@ def test_a_collective_within_groups_moves_less_and_an_exchange_crosses_the_middl
 
 @pytest.mark.parametrize("instruction, cycles", [
     ("vmatmul.bf16.gmra.mxu0", 16), ("vmatmul.bf16.lmr.mxu0", 8), ("vmatmul.f32.gmra.mxu0", 8),  # v5e
+    ("vmatmul.s8.gmra.mxu0", 16), ("vmatmul.mubr.s8.vlgmr.msra.gmra.mxu1", 8),
     ("vmatmul.mubr.bf16.gmra.mxu0", 8), ("vmatmul.mubr.f32.gmra.mxu0", 4), ("vmatmul.mubr.msk.f32.gmra.mxu0", 4)])
 def test_a_matrix_unit_works_a_cycle_on_a_row_and_half_a_cycle_on_v6e(instruction, cycles):
     """Muon's products of 16 matrices of 1,024 × 1,024 in the update at depth 16 on v6e have registers of float32 and
