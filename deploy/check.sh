@@ -4,7 +4,8 @@
 #   deploy/check.sh HOST [-- --depth=16 --device_batch_size=8]
 #
 # The flags after -- are those of python -m scripts.tpu_check, which says what is checked. push.sh and setup.sh come
-# first; no data is needed. check.json has no names, keys or addresses: attach it to an issue.
+# first; no data is needed. check.json has no names, keys or addresses: attach it to an issue. tpu_preflight here corrects
+# its estimates by it from now on.
 #
 #   --to DIR                   copy into the new folder DIR (default: check.HOST here)
 #   --dry_run                  only print what would be done
@@ -38,5 +39,7 @@ vm 0 "$CHECK" ${FLAGS[@]+"${FLAGS[@]}"} || status=$?
 case $status in 0 | 1 | 3) ;; *) exit $status ;; esac
 READ=(files "$TO" check.json check.toml)
 retry vm 0 "$SCRIPT"
+CHIPS=${NANOCHAT_BASE_DIR:-$HOME/.cache/nanochat}/chips  # where tpu_preflight looks
+mkdir -p "$CHIPS" && cp "$TO/check.json" "$CHIPS/${TO##*/}.json"
 say "what it found is in $TO"
 exit $status

@@ -16,7 +16,7 @@ from nanochat.preflight.describe import deliver
 from nanochat.preflight.fit import require_searchable, search
 from nanochat.preflight.flags import prepare, read_preflight_flags
 from nanochat.preflight.language import trace_run
-from nanochat.preflight.measured import read_measured
+from nanochat.preflight.measured import find_checks
 from nanochat.preflight.report import make_report
 from nanochat.train.describe import describe_plan
 from nanochat.train.plan import make_plan
@@ -33,12 +33,12 @@ def main(argv=None):
     say = prepare(own)
     tokenizer = run_tokenizer(flags)
     plan = make_plan(flags, tokenizer.n_vocab, "tpu", own.tpu_slice.chips)
-    measured = read_measured(own.measured, plan, own.tpu_slice) if own.measured else None
+    checks = find_checks(own.measured, plan, own.tpu_slice)
     for line in (*describe_plan(plan, tokenizer), *mixture_lines(flags.data, plan, tokenizer)):
         say(line)
     programs, traced = trace_run(flags, own.tpu_slice.chips)
     settled = flags.settled(programs.plan.config).as_dict()
-    report = make_report(own, settled, programs, traced, say, measured)
+    report = make_report(own, settled, programs, traced, say, checks)
     report |= search(own, flags, programs.plan.kernel, say)
     return deliver(own, report, say)
 

@@ -2,6 +2,7 @@
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
+from scripts import tpu_check
 from tests.conftest import QUICK_START
 from tests.test_documents import problem_of_module
 
@@ -62,9 +64,11 @@ def test_every_command_of_the_notebook_is_accepted_by_its_parser(tmp_path, site)
     calls = [call.split("\0")[:-1] for call in (tmp_path / "calls").read_text().split("\n\0")[:-1]]
     modules = [call for call in calls if call[0] == "-m"]
     assert [call[1] for call in modules] == [f"scripts.{name}" for name in (
-        "tpu_preflight", "prepare_data", "base_train", "generate", "report")]
-    assert f"--accelerator={'v5e-1' if site == 'colab' else 'v5e-8'}" in modules[0]
-    assert ("/drive/" in str(modules[2])) == (site == "colab")
+        "tpu_check", "tpu_preflight", "prepare_data", "base_train", "generate", "report")]
+    assert f"--accelerator={'v5e-1' if site == 'colab' else 'v5e-8'}" in modules[1]
+    assert ("/drive/" in str(modules[3])) == (site == "colab")
+    (config,) = {word for call in modules for word in call if word.startswith("--config=")}
+    Path(config.removeprefix("--config=")).write_text('kernel = "chunked"')  # as the check would, if flash failed
     assert not [problem for _, module, *arguments in modules if (problem := problem_of_module(module, *arguments))]
 
 
@@ -97,23 +101,33 @@ def test_the_notebook_runs_and_a_new_session_goes_on_from_the_newest_checkpoint(
     nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
     pytest.importorskip("ipykernel")
 
-    def execute(last, num_iterations, skipped=()):
+    def execute(last, num_iterations):
         """Runs the cells up to `last` in a new kernel, with a small model and on two XLA devices of this CPU. All
-        commands find the small tokenizer in the base directory, because 65,536 tokens take most of the time."""
+        commands find the small tokenizer in the base directory, because 65,536 tokens take most of the time. The first
+        session, whose check takes minutes, has no preflight, and the second takes the check of the first."""
         shutil.copytree(byte_tokenizer_dir, tmp_path / "tmp" / "nanochat" / "tokenizer")
         notebook = nbformat.read(NOTEBOOK, as_version=4)
         for cell, source in zip(notebook.cells, sources(), strict=True):
             cell.source = in_folder(source, tmp_path)
         notebook.cells[SETTINGS].source = with_settings(notebook.cells[SETTINGS].source, num_iterations)
-        for number in (INSTALL, *skipped):
-            notebook.cells[number].source = "%%bash\ntrue"
+        notebook.cells[INSTALL].source = "%%bash\ntrue"
+        check, comment, preflight = notebook.cells[PREFLIGHT].source.partition("# Does the run fit")
+        check = check.replace("tpu_check $MODEL", "tpu_check $MODEL --minutes=60")
+        notebook.cells[PREFLIGHT].source = check + (comment + preflight if last == PICTURE else "")
         notebook.cells = notebook.cells[:last + 1]
-        nbclient.NotebookClient(notebook, timeout=900, kernel_name="python3").execute()
+        nbclient.NotebookClient(notebook, timeout=1800, kernel_name="python3").execute()
         return ["".join(output.get("text", "") for output in cell.get("outputs", [])) for cell in notebook.cells], \
             notebook.cells[-1].get("outputs", [])
 
-    text, _ = execute(TRAIN, 2, skipped=(PREFLIGHT,))
-    assert "step 00002/00002" in text[TRAIN]
+    text, _ = execute(TRAIN, 2)
+    kept = tmp_path / "kaggle" / "working" / "nanochat"
+    check = (kept / "check.json").read_text()
+    report = json.loads(check)
+    assert [each["what"] for findings in report["checks"].values() for each in findings
+            if not each["holds"]] == ["no foreign variables"], text[PREFLIGHT]  # XLA_FLAGS, of these tests
+    assert report["checks"].keys() == tpu_check.CHECKS.keys() and len(check) < 64_000
+    assert not [name for name in (socket.gethostname(), str(tmp_path)) if name in check]
+    assert "check.toml gives" in text[TRAIN] and "step 00002/00002" in text[TRAIN]
     shutil.rmtree(tmp_path / "tmp" / "nanochat")  # the session ends, and with it all but the folder that is kept
     text, (picture,) = execute(PICTURE, 4)
     assert "step 00003/00004" in text[TRAIN] and "step 00004/00004" in text[TRAIN]
@@ -127,7 +141,8 @@ def with_settings(source, num_iterations):
     """Returns the cell of settings with lines at its end for a small model on this machine."""
     headers = pa.get_include()
     lines = f"""ACCELERATOR=v5e-1 CORPUS="--source={headers}/arrow,{headers}/parquet --val_projects=parquet"
-MODEL="--depth=1 --max_seq_len=128 --device_batch_size=1 --total_batch_size=256 --device_type=xla --log_every=1"
+MODEL="--depth=1 --model_dim=128 --num_heads=1 --max_seq_len=128 --device_batch_size=1 --total_batch_size=256"
+MODEL="$MODEL --device_type=xla --log_every=1"
 HORIZON="--num_iterations={num_iterations} --eval_tokens=2048"
 export CPU_NUM_DEVICES=2 PYTHONPATH={ROOT}:{QUICK_START} PATH={Path(sys.executable).parent}:$PATH
 unset PJRT_DEVICE

@@ -30,8 +30,9 @@ from nanochat.device.collectives import (
 )
 from nanochat.device.programs import one_program
 from nanochat.device.ranks import Dist, compute_init, prepare_libtpu, prepare_xla_environment
-from nanochat.device.tpu import count_tpu_chips, parse_accelerator
+from nanochat.device.tpu import count_tpu_chips, detect_accelerator, parse_accelerator
 from nanochat.preflight.hlo import REPOSITORY
+from nanochat.preflight.timeline import transfer_s
 from nanochat.run.hosts import describe, metadata
 from nanochat.run.processes import begin_with_parent, expected_world_size, run_as_ranks
 from nanochat.train.flags import Flags, parse_flags
@@ -39,7 +40,6 @@ from nanochat.train.language import make_model, make_step
 from nanochat.train.plan import make_plan
 
 MIN_FREE_GB = {"tpu": 20, "xla": 1}  # on disk
-PROBE_BYTES = 64_000_000
 MIN_MEMORY_GB = 2  # of the host's, for each process
 # Variables that a VM, Colab, Kaggle or this program sets. Others change the compiler or the runtime.
 KNOWN_VARIABLES = {
@@ -86,11 +86,9 @@ def machine(setting):
     pids = holders()
     yield Finding("nobody else holds the chips", not pids, f"{len(pids)} processes", "0", "run")
     yield from versions(setting)
-    problem = write_error(setting.folder)
     free_gb = shutil.disk_usage(setting.folder).free / 1e9
     needed_gb = MIN_FREE_GB[setting.device_type]
-    yield Finding("free disk", not problem and free_gb >= needed_gb, problem or f"{free_gb:.1f} GB", f"{needed_gb} GB",
-                  "run")
+    yield Finding("free disk", free_gb >= needed_gb, f"{free_gb:.1f} GB", f"{needed_gb} GB", "run")
     memory_gb = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
     needed_gb = MIN_MEMORY_GB * (setting.chips if setting.device_type == "tpu" else 1)
     yield Finding("free memory of the host", memory_gb >= needed_gb, f"{memory_gb:.1f} GB", f"{needed_gb} GB")
@@ -145,19 +143,10 @@ def versions(setting):
         yield Finding(package, version == pinned, version, pinned)
 
 
-def write_error(folder):
-    """Returns what the system says when PROBE_BYTES are written to `folder`, "" if they fit."""
-    path = folder / "probe"
-    try:
-        path.write_bytes(bytes(PROBE_BYTES))
-        return ""
-    except OSError as error:
-        return error.strerror
-    finally:
-        path.unlink(missing_ok=True)
-
-
 # Collectives
+
+TIMED_BYTES = 64_000_000
+TIMED_RUNS = 10
 
 
 def collectives(setting):
@@ -168,20 +157,38 @@ def collectives(setting):
     found = [json.loads(path.read_text()) for path in setting.folder.glob("rank_*.json")]
     yield Finding("ranks that end", status == 0 and len(found) == setting.chips, str(len(found)), str(setting.chips),
                   "run")
-    for name in found[0] if found else ():
-        wrong = sum(not of_rank[name] for of_rank in found)
+    if not found:
+        return
+    for name in found[0]["right"]:
+        wrong = sum(not of_rank["right"][name] for of_rank in found)
         yield Finding(name, not wrong, f"wrong on {wrong} of {len(found)} ranks", "as on the CPU", "run")
+    accelerator = detect_accelerator() if setting.device_type == "tpu" else None
+    if accelerator and setting.chips > 1:
+        seconds = max(of_rank["seconds"] for of_rank in found)
+        tpu = parse_accelerator(accelerator).tpu
+        expected_s = transfer_s("all-reduce", TIMED_BYTES, setting.chips, tpu)
+        yield Finding("collectives", True, f"{1000 * seconds:.2f} ms", f"{1000 * expected_s:.2f} ms",
+                      factor=seconds / expected_s)
 
 
 def try_collectives(device_type, folder):
-    """As a rank: writes {name of a collective: whether its result is right}. Returns the exit status."""
+    """As a rank: writes {"right": {name of a collective: whether its result is right}, "seconds": of an all-reduce of
+    TIMED_BYTES}. Returns the exit status."""
     dist = compute_init(device_type)
-    found = {}
+    right = {}
     for name, call, expected in collectives_of(dist):
         with one_program(dist, name, collective=True):
             result = call()
-        found[name] = torch.equal(result.cpu(), expected)
-    (folder / f"rank_{dist.rank}.json").write_text(json.dumps(found))
+        right[name] = torch.equal(result.cpu(), expected)
+    large = torch.zeros(TIMED_BYTES // 4).to(dist.device)
+    for _ in range(3):  # the first compiles, and the second may wait for a rank that still does
+        begun = time.monotonic()
+        with one_program(dist, "timed", collective=True):
+            for _ in range(TIMED_RUNS):
+                all_reduce_sum([large], dist)
+        large[:1].cpu()
+        seconds = (time.monotonic() - begun) / TIMED_RUNS
+    (folder / f"rank_{dist.rank}.json").write_text(json.dumps({"right": right, "seconds": seconds}))
     return 0
 
 

@@ -39,7 +39,6 @@ FIRST_LOSS = 0.5  # from ln V
 STEADY_FROM = 3  # from this step on, nothing is compiled
 LONG_STEPS = {"tpu": 100, "xla": 10}  # of a run that a signal must reach before its end
 NAMED_S = 30  # within which a killed rank must be named
-ESTIMATE = "preflight.json"
 MOST_HEADERS = 3000  # of torch, as text for the loader
 LOADER_S = 5
 COPIED_BYTES = 256_000_000
@@ -113,47 +112,72 @@ def training(setting):
 
 def programs(setting):
     """Whether a run of the flags asked for compiles once, learns, and takes the time and the memory of the preflight's
-    estimate. With one micro-step in a step, and with four, which tells their times apart."""
+    estimate. With one micro-step in a step, and with four, which tells their times apart. On a TPU a run with longer
+    rows, of which attention takes a larger part, tells attention and products apart."""
     vocab_size = run_tokenizer(setting.flags).n_vocab
     plan = make_plan(setting.flags, vocab_size, setting.device_type, setting.chips)
-    with estimating(setting):
+    long = {"max_seq_len": 2 * plan.config.max_seq_len,
+            "device_batch_size": max(1, setting.flags.batch.device_batch_size // 2)}
+    with estimating(setting, "micro_step"), estimating(setting, "long rows", **long):
         (one, outcome), (four, outcome_of_four) = (train(setting, f"{count}_micro_steps", count) for count in (1, 4))
-    trains = bool(one and four)
-    yield Finding(f"depth {plan.config.n_layer} trains with {plan.kernel}", trains, outcome_of_four if one else outcome,
-                  "it trains", "run" if plan.kernel == "current" else plan.kernel)
-    if not trains:
-        return
+        trains = bool(one and four)
+        yield Finding(f"depth {plan.config.n_layer} trains with {plan.kernel}", trains,
+                      outcome_of_four if one else outcome, "it trains",
+                      "run" if plan.kernel == "current" else plan.kernel)
+        if not trains:
+            return
+        long_run = train(setting, "long_rows", **long)[0] if setting.device_type == "tpu" else None
     loss, expected = float(one.series("loss")[1][0]), math.log(vocab_size)
     yield Finding("loss of the first step", abs(loss - expected) < FIRST_LOSS, f"{loss:.2f}", f"{expected:.2f}")
     again = [record["step"] for run in (one, four) for record in run.records
              if "recompiled" in record and record["step"] >= STEADY_FROM]
     yield Finding("it compiles once", not again, f"again at {len(again)} steps", "at none")
     yield Finding("tokens/s", True, f"{four.median('tokens_per_s'):,.0f}")
-    try:
-        report = json.loads((setting.folder / ESTIMATE).read_text())
-    except (OSError, ValueError):  # it is not ready
-        report = {"programs": {}}
+    report = read_estimate(setting, "micro_step")
     micro_ms = (four.median("step_ms") - one.median("step_ms")) / 3
-    for name, ms in (("micro_step", micro_ms), ("update", one.median("step_ms") - micro_ms)):
-        estimate = report["programs"].get(name)
-        expected_ms = 1000 * estimate["estimated_s"] if estimate else None
-        yield Finding(name, ms > 0, f"{ms:.1f} ms", f"{expected_ms:.1f} ms" if estimate else "not estimated",
-                      factor=ms / expected_ms if estimate else None)
+    update_ms = one.median("step_ms") - micro_ms
+    yield compare_time("micro_step", micro_ms, report["programs"].get("micro_step"))
+    yield compare_time("update", update_ms, report["programs"].get("update"))
+    if long_run:
+        yield compare_time("long rows", long_run.median("step_ms") - update_ms,
+                           read_estimate(setting, "long rows")["programs"].get("micro_step"))
     peak = float(max(four.series("device_memory_peak_bytes")[1], default=0))
     if peak and report.get("peak_bytes"):
         yield Finding("memory", peak <= report["usable_hbm_bytes"], f"{peak / GIB:.2f} GiB at the peak",
                       f"{report['peak_bytes'] / GIB:.2f} GiB", factor=peak / report["peak_bytes"])
 
 
-def estimating(setting):
-    """Returns a context in which the preflight estimates the run, on the host's CPU; what is not ready in time is not
-    known."""
+def compare_time(what, ms, estimate):
+    """Returns the Finding of a program that takes so many milliseconds. estimate: of report_program, or None."""
+    if not estimate:
+        return Finding(what, ms > 0, f"{ms:.1f} ms", "not estimated")
+    expected_ms = 1000 * estimate["estimated_s"]
+    return Finding(what, ms > 0, f"{ms:.1f} ms", f"{expected_ms:.1f} ms", factor=ms / expected_ms)
+
+
+def estimating(setting, what, **changes):
+    """Returns a context in which the preflight estimates the run with these flags changed, on the host's CPU; what is
+    not ready in time is not known."""
     accelerator = tpu.detect_accelerator() if setting.device_type == "tpu" else None
     if not accelerator:
         return nullcontext()
-    config = write_config(setting, "estimate", micro_steps=4)
+    config = write_config(setting, f"estimate of {what}", micro_steps=4, **changes)
     return started_module(setting.preflight, f"--config={config}", f"--accelerator={accelerator}",
-                          "--programs=micro_step,update", f"--json={setting.folder / ESTIMATE}")
+                          "--programs=micro_step,update", f"--json={setting.folder / what}.estimate")
+
+
+def read_estimate(setting, what):
+    """Returns the report of a preflight that `estimating` began."""
+    try:
+        return json.loads((setting.folder / f"{what}.estimate").read_text())
+    except (OSError, ValueError):  # it is not ready
+        return {"programs": {}}
+
+
+def estimated_programs(setting):
+    """Returns {what the Finding of a micro-step is called: its estimate} for measured.measurements."""
+    found = {what: read_estimate(setting, what)["programs"].get("micro_step") for what in ("micro_step", "long rows")}
+    return {what: estimate for what, estimate in found.items() if estimate}
 
 
 # What a run survives
@@ -225,6 +249,8 @@ def host(setting):
     except BadInput:  # it has not trained
         eaten = 0
     yield Finding("the loaders feed the chips", rate > eaten, f"{rate:,.0f} tokens/s", f"{eaten:,.0f} tokens/s")
+    if eaten:  # a step takes as long as its data
+        yield Finding("host", True, f"{max(1, eaten / rate):.2f}", "1.00", factor=max(1, eaten / rate))
     prepare_xla_environment(setting.device_type)
     device = compute_init(setting.device_type).device
     torch.ones(1).to(device).cpu()  # starts the runtime

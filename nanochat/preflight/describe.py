@@ -138,12 +138,15 @@ def describe_run(run, plan, prices):
 
 
 def describe_measured(measured, run):
-    """Returns a line about how a check has corrected the estimate of a run."""
-    compiled = measured["by_compiler"]
-    factors = ", ".join(f"{name} × {factor:.2f}" for name, factor in measured["factors"].items())
+    """Returns a line about how checks have corrected the estimate of a run."""
+    compiled, checks = measured["by_compiler"], measured["checks"]
+    dates = sorted(date for date, _ in checks)
+    whose = f"your check of {dates[0]}" if len(dates) == 1 else f"{len(dates)} checks until {dates[-1]}"
+    means = {name: sum(factors.get(name, 1) for _, factors in checks) / len(checks) for name in checks[0][1]}
     return (f"by the compiler {1000 * compiled['step_s']:.0f} ms "
-            f"({span_ms(compiled['step_low_s'], compiled['step_high_s'], 0)}); by your check of {measured['date']} "
-            f"× {run['step_s'] / compiled['step_s']:.2f} ({factors})")
+            f"({span_ms(compiled['step_low_s'], compiled['step_high_s'], 0)}); by {whose} "
+            f"× {run['step_s'] / compiled['step_s']:.2f} "
+            f"({', '.join(f'{name} × {factor:.2f}' for name, factor in means.items())})")
 
 
 def describe_cost(found, prices):

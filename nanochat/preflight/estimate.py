@@ -16,6 +16,7 @@ def report_program(traced, compiled, runs_per_step, resident_bytes, tpu_slice, b
     totals = costs.totals(ops)
     line = timeline.run(ops, lambda op: costs.seconds(costs.cycles(op)), tpu_slice)
     heuristic_s = costs.seconds(totals["cycles"] - totals["scheduled_cycles"])
+    attention_s = sum(op.times * costs.op_seconds(op, costs.cycles(op)) for op in ops if op.kernel)
     return {
         "name": traced.name, "runs_per_step": runs_per_step, "compile_s": compiled.seconds,
         "traced_instructions": traced.instructions, "compiled_instructions": module.instruction_count(),
@@ -28,6 +29,8 @@ def report_program(traced, compiled, runs_per_step, resident_bytes, tpu_slice, b
         "copies_s": line.copies_s, "copies_waited_s": line.copies_waited_s,
         "ici_s": line.ici_s, "ici_waited_s": line.ici_waited_s,
         "estimated_s": line.seconds, "low_s": line.low_s, "high_s": line.high_s,  # low to high: the error bar
+        "parts_s": {"products": line.seconds - attention_s - line.ici_waited_s, "attention": attention_s,
+                    "collectives": line.ici_waited_s},  # products: and all that is neither of the others
         "doubt": f"whether {1000 * line.traffic_s:.1f} ms of traffic with HBM, {1000 * line.copies_s:.1f} of copies "
                  f"and {1000 * line.ici_s:.1f} of collectives overlap with compute; "
                  f"{1000 * heuristic_s:.1f} ms are the compiler's heuristic",

@@ -6,7 +6,7 @@ import tempfile
 from nanochat.device import tpu
 from nanochat.preflight import estimate, schedule
 from nanochat.preflight.compile import compile_programs
-from nanochat.preflight.measured import corrected
+from nanochat.preflight.measured import corrected, memory_factor
 
 MICRO_STEP = "micro_step"  # the kind of these programs, see kind_of
 
@@ -21,10 +21,10 @@ def of_kinds(traced, kinds):
     return [program for name, program in traced.items() if kind_of(name) in kinds]
 
 
-def make_report(own, flags, programs, traced, say=print, measured=None):
+def make_report(own, flags, programs, traced, say=print, checks=()):
     """Compiles the traced programs of a run that the PreflightFlags `own` name and returns the report. flags: {name:
     value} of all flags of the run. programs: its Programs. traced: its {name: TracedProgram}. say: is called with each
-    line of progress. measured: of read_measured."""
+    line of progress. checks: of find_checks."""
     tpu_slice = own.tpu_slice
     plan = programs.plan
     traced = of_kinds(traced, own.kinds)
@@ -44,15 +44,14 @@ def make_report(own, flags, programs, traced, say=print, measured=None):
     report["programs"] = {name: report["programs"][name] for name in order if name in report["programs"]}
     peak = max((program["peak_bytes"] for program in report["programs"].values()), default=0)
     report["peak_bytes"] = peak or None
-    date, factors = measured or ("", {})
-    peak *= factors.get("memory", 1)
+    peak *= memory_factor(checks)
     report["fits"] = not report["out_of_memory"] and peak <= tpu_slice.tpu.usable_hbm_bytes
     of_a_step = {"update", *(name for _, _, name in plan.stages)}
     if of_a_step <= report["programs"].keys():
         run = by_compiler = estimate.report_run(report["programs"], plan, tpu_slice)
-        if measured:
-            run = estimate.report_run(corrected(report["programs"], factors), plan, tpu_slice)
-            report["measured"] = {"date": date, "factors": factors, "by_compiler": by_compiler}
+        if checks:
+            run = estimate.report_run(corrected(report["programs"], checks), plan, tpu_slice)
+            report["measured"] = {"checks": checks, "by_compiler": by_compiler}
         report["estimate"] = run | costs(run["hours"], own)
     return report
 

@@ -134,21 +134,26 @@ def collective_bytes(op, chips):
 
 
 def collective_s(op, tpu_slice):
-    """Returns the estimated seconds of one run of an Op's collective, 0 if it has none.
+    """Returns the estimated seconds of one run of an Op's collective, 0 if it has none."""
+    kind = collective_of(op)
+    if not kind:
+        return 0.0
+    chips = op.instruction.group_size or tpu_slice.chips
+    return transfer_s(kind, collective_bytes(op, tpu_slice.chips), chips, tpu_slice.tpu)
+
+
+def transfer_s(kind, num_bytes, chips, tpu):
+    """Returns the estimated seconds of a collective of a kind, as collective_of says it, over whole arrays of so many
+    bytes. tpu: a TpuType.
 
     Assumes rings: each chip sends along one dimension of the torus, in both directions. In an exchange (all-to-all),
     half of what each chip sends crosses the middle of the box of chips, where a row of chips shares a link:
     bytes × length of the longest side / 4 per link. A torus with closed sides would take half of that.
     """
-    kind = collective_of(op)
-    if not kind:
-        return 0.0
-    num_bytes = collective_bytes(op, tpu_slice.chips)
-    chips = op.instruction.group_size or tpu_slice.chips
-    dimensions = tpu_slice.tpu.torus_dims
+    dimensions = tpu.torus_dims
     # A chip has two links along each dimension of the torus, and the table's rate is that of all of them in both
     # directions.
-    link_bytes_per_s = tpu_slice.tpu.ici_bytes_per_s / (4 * dimensions)  # in one direction
+    link_bytes_per_s = tpu.ici_bytes_per_s / (4 * dimensions)  # in one direction
     if kind == "all-to-all":
         longest_side = 2 ** math.ceil(math.log2(chips) / dimensions)
         return num_bytes * longest_side / 4 / link_bytes_per_s

@@ -1,9 +1,10 @@
 """The check of a chip: each of its checks is seen to fail. It runs on XLA's CPU devices."""
 import json
 import os
-import resource
+import shutil
 import socket
 from dataclasses import replace
+from itertools import islice
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from nanochat.device.tpu import parse_accelerator
 from nanochat.preflight import chip, chip_runs
 from nanochat.preflight.chip import Finding, Setting
-from nanochat.preflight.measured import measurements, read_measured
+from nanochat.preflight.measured import find_checks, measurements
 from nanochat.train.flags import Flags, parse_flags
 from nanochat.train.plan import make_plan
 from scripts import tpu_check
@@ -34,15 +35,12 @@ def failed(findings):
 # The machine
 
 
-def test_a_full_disk_is_named(setting):
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000_000, limits[1]))
-    try:
-        found = failed(chip.machine(setting))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert found["free disk"].breaks == "run" and "large" in found["free disk"].figure
+def test_a_full_disk_is_named(setting, monkeypatch):
     assert "free disk" not in failed(chip.machine(setting))
+    usage = shutil.disk_usage(setting.folder)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: usage._replace(free=900_000_000))
+    found = failed(chip.machine(setting))["free disk"]
+    assert found.breaks == "run" and found.figure == "0.9 GB"
 
 
 def test_a_foreign_variable_is_named_and_what_the_program_sets_is_none(byte_tokenizer_dir):
@@ -117,8 +115,9 @@ def test_a_loader_that_is_slower_than_the_chips_is_named(check, is_slow, setting
     directory.mkdir(parents=True)  # slow: 2 ranks, 2 rows of 129 tokens in a tenth of a second
     record = {"step": 20, "time": 0, "tokens_per_s": 12_000 if is_slow else 1000}
     (directory / "metrics.jsonl").write_text(json.dumps(record) + "\n")
-    loader, copy = tpu_check.run_limited("host", check, setting, 600)
+    loader, host, copy = tpu_check.run_limited("host", check, setting, 600)
     assert loader.what == "the loaders feed the chips" and loader.holds != is_slow and "copy" in copy.what
+    assert (host.factor > 1) == is_slow and host.what == "host"
 
 
 # Runs
@@ -132,7 +131,7 @@ def test_a_run_that_differs_or_compiles_again_is_named(fault, what, setting, mon
     found += tpu_check.run_limited("programs", chip_runs.programs, setting, 600)
     assert list(failed(found)) == ([what] if what else [])
     figures = {each.what: each.figure for each in found}
-    assert figures["micro_step"] == "30.0 ms" and figures["update"] == "20.0 ms"
+    assert figures["micro_step"] == "36.0 ms" and figures["update"] == "20.0 ms"
 
 
 def test_what_a_chip_takes_longer_than_estimated_becomes_the_factors_of_the_preflight(setting, monkeypatch):
@@ -140,19 +139,21 @@ def test_what_a_chip_takes_longer_than_estimated_becomes_the_factors_of_the_pref
     monkeypatch.setenv("TPU_ACCELERATOR_TYPE", "v5litepod-8")
     setting = replace(setting, device_type="tpu", trainer="tests.preflight.quick_trainer",
                       preflight="tests.preflight.quick_preflight")
-    found = {"programs": list(chip_runs.programs(setting))}
+    found = {"collectives": [Finding("collectives", True, factor=1.5)], "programs": list(chip_runs.programs(setting))}
     plan = make_plan(setting.flags, 265, "tpu", 8)
     path = setting.folder / "check.json"
-    tpu_check.deliver(found, setting.flags, measurements(found, plan, "v5litepod-8"), setting.folder)
-    _, factors = read_measured(path, plan, parse_accelerator("v5litepod-4"))
-    assert factors == pytest.approx({"micro_step": 1.1, "update": 0.8, "memory": 9 / 8})
+    measured = measurements(found, chip_runs.estimated_programs(setting), plan, "v5litepod-8")
+    tpu_check.deliver(found, setting.flags, measured, setting.folder)
+    ((_, factors),) = find_checks(path, plan, parse_accelerator("v5litepod-4"))
+    assert factors == pytest.approx({"products": 1.2, "attention": 0.9, "collectives": 1.5, "update": 0.8,
+                                     "memory": 9 / 8})
 
 
 @pytest.mark.slow
 def test_a_resume_that_lost_a_byte_is_named(setting):
     setting = replace(setting, trainer="tests.preflight.losing_trainer")
-    found = failed(tpu_check.run_limited("survival", chip_runs.survival, setting, 600))
-    assert list(found) == ["with the same bits"] and "model" in found["with the same bits"].figure, found
+    stopped, resumed, same_bits = islice(chip_runs.survival(setting), 3)  # and not the run whose rank is killed
+    assert stopped.holds and resumed.holds and not same_bits.holds and "model" in same_bits.figure
 
 
 # What it says at the end
@@ -179,15 +180,3 @@ def test_a_message_has_no_names_addresses_or_keys():
                           "wandb0123456789abcdef RESOURCE_EXHAUSTED: 3 MiB")
     assert "RESOURCE_EXHAUSTED: 3 MiB" in text and "error:" in text
     assert not [word for word in ("ann", "10.0", "t1v", "0123", host) if word in text]
-
-
-@pytest.mark.slow
-def test_the_whole_check_holds_on_two_devices_of_a_cpu(tmp_path, byte_tokenizer_dir):
-    process = run_python("-m", "scripts.tpu_check", "--device_type=xla", *SMALL, "--minutes=60",
-                         f"--tokenizer_dir={byte_tokenizer_dir}", f"--out_dir={tmp_path}", devices=2)
-    text = (tmp_path / "check" / "check.json").read_text()
-    report = json.loads(text)
-    assert [each["what"] for findings in report["checks"].values() for each in findings
-            if not each["holds"]] == ["no foreign variables"], process.stdout  # XLA_FLAGS, of these tests
-    assert process.returncode == 1 and report["checks"].keys() == tpu_check.CHECKS.keys() and len(text) < 64_000
-    assert not [name for name in (socket.gethostname(), str(tmp_path)) if name in text]
