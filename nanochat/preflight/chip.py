@@ -155,8 +155,9 @@ def collectives(setting):
     prepare_libtpu(setting.device_type)
     status = run_as_ranks(try_collectives, setting.device_type, setting.folder, begin=begin_with_parent)
     found = [json.loads(path.read_text()) for path in setting.folder.glob("rank_*.json")]
-    yield Finding("ranks that end", status == 0 and len(found) == setting.chips, str(len(found)), str(setting.chips),
-                  "run")
+    problem = "" if status == 0 else last_error(setting.folder / "collectives.log")
+    yield Finding("ranks that end", status == 0 and len(found) == setting.chips, problem or str(len(found)),
+                  str(setting.chips), "run")
     if not found:
         return
     for name in found[0]["right"]:
@@ -305,6 +306,12 @@ def errors(found, exact):
     """Returns {name: length of the difference over the length of the exact tensor}, without tensors of zeros."""
     return {name: float((found[name] - tensor).norm() / tensor.norm()) for name, tensor in exact.items()
             if tensor.any()}
+
+
+def last_error(log):
+    """Returns the last line of a log that names an error, "" if none does."""
+    lines = [line for line in log.read_text(errors="replace").splitlines() if "rror" in line]
+    return anonymous(lines[-1]) if lines else ""
 
 
 def anonymous(text):

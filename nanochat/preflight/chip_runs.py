@@ -22,7 +22,7 @@ from nanochat.device import tpu
 from nanochat.device.ranks import compute_init, prepare_xla_environment
 from nanochat.device.tpu import GIB
 from nanochat.model.config import GPTConfig
-from nanochat.preflight.chip import Finding, anonymous
+from nanochat.preflight.chip import Finding, anonymous, last_error
 from nanochat.record.history import read_run
 from nanochat.run.hosts import metadata
 from nanochat.run.processes import started_module
@@ -74,8 +74,7 @@ def train(setting, name, micro_steps=1, **changes):
         status = process.wait()
     if status == 0:
         return read_run(run_directory(setting, name)), "it trains"
-    lines = [line for line in read_log(setting, name).splitlines() if "rror" in line]
-    return None, anonymous(lines[-1]) if lines else f"status {status}"
+    return None, last_error(setting.folder / f"{name}.log") or f"status {status}"
 
 
 def run_directory(setting, name):

@@ -33,12 +33,21 @@ def hang(rank, tensors):
         time.sleep(10_000)
 
 
+def begin_failing():
+    raise RuntimeError("TPU initialization failed: No ba16c7433 device found.")  # in libtpu, on a wrong image of a VM
+
+
 def begin_dropping():
     begin_with(drop)
 
 
 def begin_hanging():
     begin_with(hang)
+
+
+def failing_collectives(setting):
+    chip.begin_with_parent = begin_failing
+    return chip.collectives(setting)
 
 
 def dropping_collectives(setting):
