@@ -40,6 +40,6 @@ case $status in 0 | 1 | 3) ;; *) exit $status ;; esac
 READ=(files "$TO" check.json check.toml)
 retry vm 0 "$SCRIPT"
 CHIPS=${NANOCHAT_BASE_DIR:-$HOME/.cache/nanochat}/chips  # where tpu_preflight looks
-mkdir -p "$CHIPS" && cp "$TO/check.json" "$CHIPS/${TO##*/}.json"
+[ ! -f "$TO/check.json" ] || { mkdir -p "$CHIPS"; cp "$TO/check.json" "$CHIPS/${TO##*/}.json"; }
 say "what it found is in $TO"
 exit $status

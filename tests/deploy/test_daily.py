@@ -64,6 +64,7 @@ def test_check_returns_its_status_and_brings_home_what_it_found(laptop, tmp_path
     output = laptop.run("check.sh", vm.ip, "--to", to, "--", "--depth=3", status=1)
     assert "kernels: NOT as expected" in output
     assert (to / "check.toml").read_text() == "depth = 3" and (to / "check.json").read_text() == "{}"
+    assert (laptop.home / ".cache/nanochat/chips/found.json").read_text() == "{}"  # where tpu_preflight looks
     assert "--to" in laptop.run("check.sh", vm.ip, "--to", to, "--", "--depth=3", status=2)
 
 
