@@ -124,7 +124,7 @@ def test_the_notebook_runs_and_a_new_session_goes_on_from_the_newest_checkpoint(
     check = (kept / "check.json").read_text()
     report = json.loads(check)
     assert [each["what"] for findings in report["checks"].values() for each in findings
-            if not each["holds"]] == ["no foreign variables"], text[PREFLIGHT]
+            if not each["holds"]] == ["no foreign variables"], text[PREFLIGHT]  # XLA_FLAGS, of these tests
     assert report["checks"].keys() == tpu_check.CHECKS.keys() and len(check) < 64_000
     assert not [name for name in (socket.gethostname(), str(tmp_path)) if name in check]
     assert "check.toml gives" in text[TRAIN] and "step 00002/00002" in text[TRAIN]
@@ -144,7 +144,6 @@ def with_settings(source, num_iterations):
 MODEL="--depth=1 --model_dim=128 --num_heads=1 --max_seq_len=128 --device_batch_size=1 --total_batch_size=256"
 MODEL="$MODEL --device_type=xla --log_every=1"
 HORIZON="--num_iterations={num_iterations} --eval_tokens=2048"
-export XLA_FLAGS= TPU_OF_TESTS=1  # as the tests compile, some processors lack a product; and a foreign variable
 export CPU_NUM_DEVICES=2 PYTHONPATH={ROOT}:{QUICK_START} PATH={Path(sys.executable).parent}:$PATH
 unset PJRT_DEVICE
 """

@@ -247,9 +247,8 @@ def host(setting):
         eaten = read_run(run_directory(setting, "4_micro_steps")).median("tokens_per_s")
     except BadInput:  # it has not trained
         eaten = 0
-    yield Finding("the loaders feed the chips", rate > eaten, f"{rate:,.0f} tokens/s", f"{eaten:,.0f} tokens/s")
-    if eaten:  # a step takes as long as its data
-        yield Finding("host", True, f"{max(1, eaten / rate):.2f}", "1.00", factor=max(1, eaten / rate))
+    yield Finding("host: the loaders feed the chips", rate > eaten, f"{rate:,.0f} tokens/s", f"{eaten:,.0f} tokens/s",
+                  factor=max(1, eaten / rate))  # a step takes as long as its data
     prepare_xla_environment(setting.device_type)
     device = compute_init(setting.device_type).device
     torch.ones(1).to(device).cpu()  # starts the runtime

@@ -20,7 +20,8 @@ ADVICE = "give the check.json of scripts.tpu_check with the same flags, or leave
 def measurements(found, estimates, plan, accelerator):
     """Returns the JSON object for read_check. found: {check: [Finding]}; estimates: {what the Finding of a micro-step
     is called: the preflight's report of its program}; plan: of the run."""
-    factors = {each.what: each.factor for findings in found.values() for each in findings if each.factor}
+    factors = {each.what.partition(":")[0]: each.factor for findings in found.values() for each in findings
+               if each.factor}
     totals = {name: factors.pop(name) for name in estimates if name in factors}
     if totals:
         parts = [estimates[name]["parts_s"] for name in totals]

@@ -25,7 +25,7 @@ def begin_with(fault):
 def drop(rank, tensors):
     if isinstance(tensors, list):
         for tensor in tensors:  # the same program on each rank: others would not meet
-            tensor.mul_(torch.full((1,), float(rank != 1)).to(tensor.device))
+            tensor.mul_(torch.full(tensor.shape[-1:], float(rank != 1)).to(tensor.device))
 
 
 def hang(rank, tensors):

@@ -117,8 +117,7 @@ def test_a_check_whose_process_cannot_begin_is_named(setting):
     assert found.what == "machine ends" and found.breaks == "run" and "status 1" in found.figure
 
 
-def test_a_kernel_with_a_wrong_sign_does_not_hold(setting, monkeypatch):
-    monkeypatch.setenv("XLA_FLAGS", "")  # as the tests compile, some processors lack a product that the kernels have
+def test_a_kernel_with_a_wrong_sign_does_not_hold(setting):
     found = tpu_check.run_limited("kernels", faulty.kernels_with_wrong_sign, setting, 600)
     assert failed(found).keys() == {"flash, short rows, bfloat16", "flash, short rows, int8"} and len(found) == 5
     wrong = failed(found)["flash, short rows, bfloat16"]
@@ -131,9 +130,9 @@ def test_a_loader_that_is_slower_than_the_chips_is_named(check, is_slow, setting
     directory.mkdir(parents=True)  # slow: 2 ranks, 2 rows of 129 tokens in a tenth of a second
     record = {"step": 20, "time": 0, "tokens_per_s": 12_000 if is_slow else 1000}
     (directory / "metrics.jsonl").write_text(json.dumps(record) + "\n")
-    loader, host, copy = tpu_check.run_limited("host", check, setting, 600)
-    assert loader.what == "the loaders feed the chips" and loader.holds != is_slow and "copy" in copy.what
-    assert (host.factor > 1) == is_slow and host.what == "host"
+    loader, copy = tpu_check.run_limited("host", check, setting, 600)
+    assert loader.what.startswith("host: ") and loader.holds != is_slow and "copy" in copy.what
+    assert (loader.factor > 1) == is_slow
 
 
 # Runs
@@ -155,7 +154,8 @@ def test_what_a_chip_takes_longer_than_estimated_becomes_the_factors_of_the_pref
     monkeypatch.setenv("TPU_ACCELERATOR_TYPE", "v5litepod-8")
     setting = replace(setting, device_type="tpu", trainer="tests.preflight.quick_trainer",
                       preflight="tests.preflight.quick_preflight")
-    found = {"collectives": [Finding("collectives", True, factor=1.5)], "programs": list(chip_runs.programs(setting))}
+    found = {"collectives": [Finding("collectives: 64 MB", True, factor=1.5)],
+             "programs": list(chip_runs.programs(setting))}
     plan = make_plan(setting.flags, 265, "tpu", 8)
     path = setting.folder / "check.json"
     measured = measurements(found, chip_runs.estimated_programs(setting), plan, "v5litepod-8")
