@@ -47,11 +47,9 @@ from nanochat.train.flags import TITLES, Flags
 from nanochat.train.plan import make_plan
 from nanochat.train.start import run_tokenizer
 
-CHECKS = {"machine": chip.machine, "collectives": chip.collectives, "kernels": chip.kernels,
-          "training": chip_runs.training, "programs": chip_runs.programs, "survival": chip_runs.survival,
-          "host": chip_runs.host}
-LIMITS_S = {"machine": 60, "collectives": 120, "kernels": 240, "training": 240, "programs": 300, "survival": 240,
-            "host": 60}  # if all have ten minutes
+CHECKS = {"machine": (chip.machine, 60), "collectives": (chip.collectives, 120), "kernels": (chip.kernels, 240),
+          "training": (chip_runs.training, 240), "programs": (chip_runs.programs, 300),
+          "survival": (chip_runs.survival, 240), "host": (chip_runs.host, 60)}  # and seconds, if all have ten minutes
 FREE_AGAIN_S = 20  # until the chips of a check that has ended must be free
 NO_RUN = 3
 
@@ -82,7 +80,7 @@ def main(argv=None):
         f"{folder}")
     found = check_all(setting, plan, own.minutes)
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)
-    measured = accelerator and measurements(found, chip_runs.estimated_programs(setting), plan, accelerator)
+    measured = accelerator and measurements(found, plan, accelerator)
     status = deliver(found, flags.replace(**instead_of(found, plan)), measured, folder)
     if measured:  # where the preflight looks for it
         chips = require_writable_dir(get_base_dir() / "chips")
@@ -100,8 +98,8 @@ def check_all(setting, plan, minutes):
     """Runs all checks, one after the other, and prints a line as each ends. Returns {check: [Finding]}."""
     deadline = time.monotonic() + 60 * minutes
     found = {}
-    for name, check in CHECKS.items():
-        limit_s = min(LIMITS_S[name] * minutes / 10, deadline - time.monotonic())
+    for name, (check, most_s) in CHECKS.items():
+        limit_s = min(most_s * minutes / 10, deadline - time.monotonic())
         if limit_s < 1 or "run" in broken(found):
             found[name] = [Finding(name, False, "not reached")]
             say(f"{name}: not reached")

@@ -72,6 +72,7 @@ class Finding:
     expected: str = ""
     breaks: str = ""  # what does not work if it does not hold: "flash", "chunked", "int8", or "run": no run at all
     factor: float | None = None  # what was measured over the preflight's estimate; of the category before a : in `what`
+    parts: dict | None = None  # of this estimate: {category: seconds}
 
 
 # The machine
@@ -158,13 +159,11 @@ def collectives(setting):
     problem = "" if status == 0 else last_error(setting.folder / "collectives.log")
     yield Finding("ranks that end", status == 0 and len(found) == setting.chips, problem or str(len(found)),
                   str(setting.chips), "run")
-    if not found:
-        return
-    for name in found[0]["right"]:
+    for name in found[0]["right"] if found else ():
         wrong = sum(not of_rank["right"][name] for of_rank in found)
         yield Finding(name, not wrong, f"wrong on {wrong} of {len(found)} ranks", "as on the CPU", "run")
     accelerator = detect_accelerator() if setting.device_type == "tpu" else None
-    if accelerator and setting.chips > 1:
+    if found and accelerator and setting.chips > 1:
         seconds = max(of_rank["seconds"] for of_rank in found)
         tpu = parse_accelerator(accelerator).tpu
         expected_s = transfer_s("all-reduce", TIMED_BYTES["tpu"], setting.chips, tpu)

@@ -151,7 +151,8 @@ def compare_time(what, ms, estimate):
     if not estimate:
         return Finding(what, ms > 0, f"{ms:.1f} ms", "not estimated")
     expected_ms = 1000 * estimate["estimated_s"]
-    return Finding(what, ms > 0, f"{ms:.1f} ms", f"{expected_ms:.1f} ms", factor=ms / expected_ms)
+    return Finding(what, ms > 0, f"{ms:.1f} ms", f"{expected_ms:.1f} ms", factor=ms / expected_ms,
+                   parts=None if what == "update" else estimate["parts_s"])
 
 
 def estimating(setting, what, **changes):
@@ -171,12 +172,6 @@ def read_estimate(setting, what):
         return json.loads((setting.folder / f"{what}.estimate").read_text())
     except (OSError, ValueError):  # it is not ready
         return {"programs": {}}
-
-
-def estimated_programs(setting):
-    """Returns {what the Finding of a micro-step is called: its estimate} for measured.measurements."""
-    found = {what: read_estimate(setting, what)["programs"].get("micro_step") for what in ("micro_step", "long rows")}
-    return {what: estimate for what, estimate in found.items() if estimate}
 
 
 # What a run survives

@@ -17,24 +17,22 @@ CHIPS = REPOSITORY / "dev" / "chips"
 ADVICE = "give the check.json of scripts.tpu_check with the same flags, or leave --measured out"
 
 
-def measurements(found, estimates, plan, accelerator):
-    """Returns the JSON object for read_check. found: {check: [Finding]}; estimates: {what the Finding of a micro-step
-    is called: the preflight's report of its program}; plan: of the run."""
-    factors = {each.what.partition(":")[0]: each.factor for findings in found.values() for each in findings
-               if each.factor}
-    totals = {name: factors.pop(name) for name in estimates if name in factors}
-    if totals:
-        parts = [estimates[name]["parts_s"] for name in totals]
-        factors |= split(list(totals.values()), parts, factors.get("collectives", 1))
+def measurements(found, plan, accelerator):
+    """Returns the JSON object for read_check. found: {check: [Finding]}; plan: of the run."""
+    measured = [each for findings in found.values() for each in findings if each.factor]
+    factors = {each.what.partition(":")[0]: each.factor for each in measured if not each.parts}
+    if of_parts := [each for each in measured if each.parts]:
+        factors |= split(of_parts, factors.get("collectives", 1))
     return {"accelerator": accelerator, "factors": factors, **about(plan)}
 
 
-def split(totals, parts, collectives):
-    """Returns {"products": factor, "attention": factor} of micro-steps of several shapes. totals: the factor of each;
-    parts: the seconds of its categories, by the estimate; collectives: their factor."""
-    products, attention, waits = (np.array([each[name] for each in parts])
+def split(micro_steps, collectives):
+    """Returns {"products": factor, "attention": factor}. micro_steps: Findings, of several shapes; collectives: their
+    factor."""
+    products, attention, waits = (np.array([each.parts[name] for each in micro_steps])
                                   for name in ("products", "attention", "collectives"))
-    seconds = np.array(totals) * (products + attention + waits) - collectives * waits
+    totals = np.array([each.factor for each in micro_steps])
+    seconds = totals * (products + attention + waits) - collectives * waits
     if len(totals) > 1 and attention.any():
         found = np.linalg.lstsq(np.stack([products, attention], axis=1), seconds, rcond=None)[0]
         if found.min() >= 1 / LARGEST_FACTOR:
@@ -112,8 +110,3 @@ def _factor(name, program, factors):
         return host * factors["update"]
     parts = program["parts_s"]
     return host * sum(factors.get(part, 1) * seconds for part, seconds in parts.items()) / sum(parts.values())
-
-
-def memory_factor(checks):
-    """Returns the largest factor of memory of some checks."""
-    return max((factors.get("memory", 1) for _, factors in checks), default=1)

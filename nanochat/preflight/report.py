@@ -6,7 +6,7 @@ import tempfile
 from nanochat.device import tpu
 from nanochat.preflight import estimate, schedule
 from nanochat.preflight.compile import compile_programs
-from nanochat.preflight.measured import corrected, memory_factor
+from nanochat.preflight.measured import corrected
 
 MICRO_STEP = "micro_step"  # the kind of these programs, see kind_of
 
@@ -44,7 +44,7 @@ def make_report(own, flags, programs, traced, say=print, checks=()):
     report["programs"] = {name: report["programs"][name] for name in order if name in report["programs"]}
     peak = max((program["peak_bytes"] for program in report["programs"].values()), default=0)
     report["peak_bytes"] = peak or None
-    peak *= memory_factor(checks)
+    peak *= max((factors.get("memory", 1) for _, factors in checks), default=1)
     report["fits"] = not report["out_of_memory"] and peak <= tpu_slice.tpu.usable_hbm_bytes
     of_a_step = {"update", *(name for _, _, name in plan.stages)}
     if of_a_step <= report["programs"].keys():
