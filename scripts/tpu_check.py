@@ -49,7 +49,8 @@ from nanochat.train.start import run_tokenizer
 
 CHECKS = {"machine": (chip.machine, 60), "collectives": (chip.collectives, 120), "kernels": (chip.kernels, 240),
           "training": (chip_runs.training, 240), "programs": (chip_runs.programs, 300),
-          "survival": (chip_runs.survival, 240), "host": (chip_runs.host, 60)}  # and seconds, if all have ten minutes
+          "survival": (chip_runs.survival, 240), "host": (chip_runs.host, 60),
+          "attention": (chip_runs.attention, 150)}  # and seconds, if all have ten minutes
 FREE_AGAIN_S = 20  # until the chips of a check that has ended must be free
 NO_RUN = 3
 

@@ -37,6 +37,7 @@ SMALL_DEPTH = 4  # of the runs that are compared with one another
 SAME_LOSS = 0.005  # two kernels round differently
 FIRST_LOSS = 0.5  # from ln V
 STEADY_FROM = 3  # from this step on, nothing is compiled
+LONG_ROWS = "long rows"
 LONG_STEPS = {"tpu": 100, "xla": 10}  # of a run that a signal must reach before its end
 NAMED_S = 30  # within which a killed rank must be named
 MOST_HEADERS = 3000  # of torch, as text for the loader
@@ -51,9 +52,8 @@ def write_config(setting, name, micro_steps=1, **changes):
         changes.setdefault("tokenizer_dir", setting.flags.data.tokenizer_dir or str(own_tokenizer))
     flags = setting.flags.replace(**SHORT | {"run": name, "device_type": setting.device_type} | changes)
     readers = setting.chips // flags.devices.mesh_tensor
-    length = flags.model.max_seq_len or GPTConfig.max_seq_len
     path = setting.folder / f"{name}.toml"
-    tokens = flags.batch.device_batch_size * length * readers * micro_steps
+    tokens = flags.batch.device_batch_size * row_length(flags) * readers * micro_steps
     path.write_text(flags.replace(total_batch_size=tokens).as_toml())
     return path
 
@@ -75,6 +75,10 @@ def train(setting, name, micro_steps=1, **changes):
     if status == 0:
         return read_run(run_directory(setting, name)), "it trains"
     return None, last_error(setting.folder / f"{name}.log") or f"status {status}"
+
+
+def row_length(flags):
+    return flags.model.max_seq_len or GPTConfig.max_seq_len
 
 
 def run_directory(setting, name):
@@ -111,21 +115,16 @@ def training(setting):
 
 def programs(setting):
     """Whether a run of the flags asked for compiles once, learns, and takes the time and the memory of the preflight's
-    estimate. With one micro-step in a step, and with four, which tells their times apart. On a TPU a run with longer
-    rows, of which attention takes a larger part, tells attention and products apart."""
+    estimate. With one micro-step in a step, and with four, which tells their times apart."""
     vocab_size = run_tokenizer(setting.flags).n_vocab
     plan = make_plan(setting.flags, vocab_size, setting.device_type, setting.chips)
-    long = {"max_seq_len": 2 * plan.config.max_seq_len,
-            "device_batch_size": max(1, setting.flags.batch.device_batch_size // 2)}
-    with estimating(setting, "micro_step"), estimating(setting, "long rows", **long):
+    with estimating(setting, "micro_step"), estimating(setting, LONG_ROWS, **with_long_rows(setting.flags)):
         (one, outcome), (four, outcome_of_four) = (train(setting, f"{count}_micro_steps", count) for count in (1, 4))
-        trains = bool(one and four)
-        yield Finding(f"depth {plan.config.n_layer} trains with {plan.kernel}", trains,
-                      outcome_of_four if one else outcome, "it trains",
-                      "run" if plan.kernel == "current" else plan.kernel)
-        if not trains:
-            return
-        long_run = train(setting, "long_rows", **long)[0] if setting.device_type == "tpu" else None
+    trains = bool(one and four)
+    yield Finding(f"depth {plan.config.n_layer} trains with {plan.kernel}", trains, outcome_of_four if one else outcome,
+                  "it trains", "run" if plan.kernel == "current" else plan.kernel)
+    if not trains:
+        return
     loss, expected = float(one.series("loss")[1][0]), math.log(vocab_size)
     yield Finding("loss of the first step", abs(loss - expected) < FIRST_LOSS, f"{loss:.2f}", f"{expected:.2f}")
     again = [record["step"] for run in (one, four) for record in run.records
@@ -133,17 +132,38 @@ def programs(setting):
     yield Finding("it compiles once", not again, f"again at {len(again)} steps", "at none")
     yield Finding("tokens/s", True, f"{four.median('tokens_per_s'):,.0f}")
     report = read_estimate(setting, "micro_step")
-    micro_ms = (four.median("step_ms") - one.median("step_ms")) / 3
-    update_ms = one.median("step_ms") - micro_ms
-    yield compare_time("micro_step", micro_ms, report["programs"].get("micro_step"))
+    update_ms = update_time(one, four)
+    yield compare_time("micro_step", one.median("step_ms") - update_ms, report["programs"].get("micro_step"))
     yield compare_time("update", update_ms, report["programs"].get("update"))
-    if long_run:
-        yield compare_time("long rows", long_run.median("step_ms") - update_ms,
-                           read_estimate(setting, "long rows")["programs"].get("micro_step"))
     peak = float(max(four.series("device_memory_peak_bytes")[1], default=0))
     if peak and report.get("peak_bytes"):
         yield Finding("memory", peak <= report["usable_hbm_bytes"], f"{peak / GIB:.2f} GiB at the peak",
                       f"{report['peak_bytes'] / GIB:.2f} GiB", factor=peak / report["peak_bytes"])
+
+
+def attention(setting):
+    """On a TPU: how long a micro-step with longer rows takes, of which attention takes a larger part. So the preflight
+    learns the factors of attention and of products."""
+    if setting.device_type != "tpu":
+        return
+    try:
+        one, four = (read_run(run_directory(setting, f"{count}_micro_steps")) for count in (1, 4))
+    except BadInput:  # they have not trained
+        return
+    run, _ = train(setting, "long_rows", **with_long_rows(setting.flags))
+    if run:  # they may be too much for the memory
+        yield compare_time(LONG_ROWS, run.median("step_ms") - update_time(one, four),
+                           read_estimate(setting, LONG_ROWS)["programs"].get("micro_step"))
+
+
+def with_long_rows(flags):
+    """Returns {flag: value} of a run whose rows are twice as long, and half as many."""
+    return {"max_seq_len": 2 * row_length(flags), "device_batch_size": max(1, flags.batch.device_batch_size // 2)}
+
+
+def update_time(one, four):
+    """Returns the milliseconds of an update, by the Histories of runs with one and with four micro-steps in a step."""
+    return (4 * one.median("step_ms") - four.median("step_ms")) / 3
 
 
 def compare_time(what, ms, estimate):
@@ -258,7 +278,7 @@ def host(setting):
 
 def loader_rate(flags, path):
     """Returns how many tokens a second a loader makes of the text in `path`."""
-    rows = RankRows(flags.batch.device_batch_size, flags.model.max_seq_len or GPTConfig.max_seq_len)
+    rows = RankRows(flags.batch.device_batch_size, row_length(flags))
     with DataLoader(open_shards([path]), run_tokenizer(flags), rows) as loader:
         next(loader)
         begun = time.monotonic()

@@ -155,7 +155,7 @@ def test_what_a_chip_takes_longer_than_estimated_becomes_the_factors_of_the_pref
     setting = replace(setting, device_type="tpu", trainer="tests.preflight.quick_trainer",
                       preflight="tests.preflight.quick_preflight")
     found = {"collectives": [Finding("collectives: 64 MB", True, factor=1.5)],
-             "programs": list(chip_runs.programs(setting))}
+             "programs": [*chip_runs.programs(setting), *chip_runs.attention(setting)]}
     plan = make_plan(setting.flags, 265, "tpu", 8)
     path = setting.folder / "check.json"
     tpu_check.deliver(found, setting.flags, measurements(found, plan, "v5litepod-8"), setting.folder)
