@@ -77,8 +77,9 @@ def main(argv=None):
     move_aside(folder)
     setting = Setting(flags, device_type, require_writable_dir(folder), foreign)
     accelerator = tpu.detect_accelerator() if device_type == "tpu" else None
-    say(f"{len(CHECKS)} checks take at most {own.minutes:g} minutes{price(accelerator, own.minutes)}; logs are in "
-        f"{folder}")
+    usd = tpu.usd_per_hour(accelerator, spot=False) if accelerator else None
+    price = f", {usd * own.minutes / 60:.2f} USD on demand in the dearest region" if usd else ""
+    say(f"{len(CHECKS)} checks take at most {own.minutes:g} minutes{price}; logs are in {folder}")
     found = check_all(setting, plan, own.minutes)
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     measured = accelerator and measurements(found, plan, accelerator)
@@ -87,12 +88,6 @@ def main(argv=None):
         chips = require_writable_dir(get_base_dir() / "chips")
         shutil.copy(folder / "check.json", chips / f"{accelerator}.json")
     return status
-
-
-def price(accelerator, minutes):
-    """Returns ", 0.80 USD on demand in the dearest region", "" if no price is known."""
-    usd = tpu.usd_per_hour(accelerator, spot=False) if accelerator else None
-    return "" if usd is None else f", {usd * minutes / 60:.2f} USD on demand in the dearest region"
 
 
 def check_all(setting, plan, minutes):
