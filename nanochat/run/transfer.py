@@ -1,25 +1,23 @@
-"""Transfers between the disks of a run's hosts. The first has the run's checkpoints: the others receive the one to
-resume from, and send it the positions in the data that a new checkpoint holds.
+"""What the hosts of a run exchange of its checkpoints. The first has them on its disk: the others fetch the one to
+resume from from the mirror, and send the first the positions in the data that a new checkpoint holds.
 """
 import hashlib
-import time
 from functools import partial
-from pathlib import Path
 
 from nanochat.checkpoint import on_disk
+from nanochat.checkpoint.mirror import patiently
 from nanochat.checkpoint.on_disk import SUMS, Kept
 from nanochat.checkpoint.saver import save_lane_states
-from nanochat.common import BadInput, is_disk_full, move_aside, say
-from nanochat.run import wire
-from nanochat.run.pod import PodError
+from nanochat.common import BadInput, move_aside, say
+from nanochat.record.metrics import METRICS_FILE
 
 # The checkpoint to resume from
 
 
-def agree_on_checkpoint(pod, directory, path, is_finished):
+def agree_on_checkpoint(pod, mirror, directory, path, is_finished):
     """Returns the path, on this host, of the checkpoint that all hosts resume from, or None; and whether the run had
-    ended with it. Hosts that lack the checkpoint receive it. Raises BadInput if only another host than the first has
-    one.
+    ended with it. Hosts that lack the checkpoint fetch it from the mirror. Raises BadInput if only another host than
+    the first has one, or the mirror lacks it.
 
     path, is_finished: on the first host, its newest checkpoint, or None, and whether the run had ended with it.
     """
@@ -27,9 +25,8 @@ def agree_on_checkpoint(pod, directory, path, is_finished):
         newest = on_disk.latest(directory)
         found = {"name": newest.name} if newest else {}
     elif path:
-        found = {"name": path.name, "sums": _digest(path / SUMS), "is_finished": is_finished}
-        # Before gather: as soon as the other hosts know of the checkpoint, they ask for it.
-        pod.serves["checkpoint"] = partial(_serve_checkpoint, path)
+        patiently(mirror.url, partial(_copy_unless_there, mirror, path))
+        found = {"name": path.name, "sums": _digest(path), "is_finished": is_finished}
     else:
         found = {}
     chosen, *others = pod.gather("which checkpoint they have", found)
@@ -41,63 +38,38 @@ def agree_on_checkpoint(pod, directory, path, is_finished):
                                "--resume=never")
         return None, False
     if not pod.host.is_first:
-        path = obtain(pod, directory, chosen["name"], chosen["sums"])
+        path = _obtain(mirror, directory, chosen["name"], chosen["sums"])
     return path, chosen["is_finished"]
 
 
+def _copy_unless_there(mirror, path):
+    """Copies a checkpoint to the mirror if the process that saved it was killed before."""
+    if path.name not in mirror.whole_copies():
+        mirror.copy(path, path.with_name(METRICS_FILE))
+
+
 def _digest(path):
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    sums = path / SUMS
+    return hashlib.sha256(sums.read_bytes()).hexdigest() if sums.is_file() else None
 
 
-def obtain(pod, directory, name, sums):
-    """Returns the path, on this host's disk, of the checkpoint `name` whose SHA256SUMS has the hash `sums`. Receives it
-    from the first host if it is missing or damaged, and keeps no other."""
+def _obtain(mirror, directory, name, sums):
+    """Returns the path, on this host's disk, of the checkpoint `name` whose SHA256SUMS has the hash `sums`. Fetches it
+    if it is missing or damaged, and keeps no other."""
     path = directory / name
-    is_here = (path / SUMS).is_file() and _digest(path / SUMS) == sums and on_disk.find_problem(path) is None
-    if not is_here:
+    step = on_disk.step_of(path)
+    if _digest(path) != sums or on_disk.find_problem(path) is not None:
         if path.is_dir():
             move_aside(path)
-        _get_checkpoint(pod, path, sums)
+        patiently(mirror.url, lambda: mirror.fetch(directory, after_step=step - 1))
+        if _digest(path) != sums:
+            raise BadInput(f"{mirror.url} has another {name} than the first host, or none: give all hosts the same "
+                           "--checkpoint_mirror, or move that copy away, and the first host copies its own there")
+        say(f"fetched {name} from {mirror.url}")
     # Later checkpoints here come from a branch of the run that the first host lost or never had.
-    on_disk.set_aside_after(directory, on_disk.step_of(path))
-    on_disk.prune(directory, on_disk.step_of(path), Kept(1))
+    on_disk.set_aside_after(directory, step)
+    on_disk.prune(directory, step, Kept(1))
     return path
-
-
-def _get_checkpoint(pod, path, sums):
-    started = time.monotonic()
-    partial_path = on_disk.partial_dir(path.parent, on_disk.step_of(path))
-    partial_path.mkdir(parents=True)
-    try:
-        _receive_checkpoint(pod, partial_path)
-        problem = on_disk.find_problem(partial_path)
-        if _digest(partial_path / SUMS) != sums:
-            problem = "its SHA256SUMS is another"
-    except OSError as error:
-        if is_disk_full(error):
-            raise BadInput(f"the disk is full: {path.parent} has no room for {path.name}: free some space") from None
-        problem = str(error)
-    except (EOFError, ValueError) as error:
-        problem = str(error)
-    if problem:
-        raise PodError(f"{path.name} was not received whole from host {pod.names[0]}: {problem}", 1)
-    on_disk.publish(partial_path, path)
-    say(f"received {path.name} from host {pod.names[0]} in {time.monotonic() - started:.1f} s")
-
-
-def _receive_checkpoint(pod, folder):
-    with pod.link.request(kind="checkpoint") as connection:
-        for name in wire.receive(connection)["files"]:
-            # Only the last part of a name counts, so that no file is written outside of this folder.
-            wire.receive_file(connection, folder / Path(name).name)
-
-
-def _serve_checkpoint(path, connection, message):
-    connection.settimeout(wire.REQUEST_TIMEOUT_S)
-    names = [*on_disk.read_sums(path), SUMS]
-    wire.send(connection, {"files": names})
-    for name in names:
-        wire.send_file(connection, path / name)
 
 
 # The positions in the data that a checkpoint holds
@@ -106,16 +78,15 @@ def _serve_checkpoint(path, connection, message):
 def serve_lanes(pod, directory):
     """Makes the first host write the states that other hosts' ranks send by send_lanes to its disk, where rank 0 waits
     for them."""
-    pod.serves["lanes"] = partial(_serve_lanes, directory)
+    pod.answer = partial(_write_lanes, directory)
 
 
-def _serve_lanes(directory, connection, message):
-    answer = {}
+def _write_lanes(directory, message):
     try:
         save_lane_states(directory, message["step"], message["lanes"])
     except OSError as error:
-        answer = {"error": str(error)}
-    wire.send(connection, answer)
+        return {"error": str(error)}
+    return {}
 
 
 def send_lanes(link, step, lane_states):
@@ -124,8 +95,7 @@ def send_lanes(link, step, lane_states):
     if not lane_states:
         return
     try:
-        with link.request(kind="lanes", step=step, lanes=lane_states) as connection:
-            problem = wire.receive(connection).get("error")
+        problem = link.ask(kind="lanes", step=step, lanes=lane_states).get("error")
     except EOFError as error:
         problem = str(error)
     if problem:

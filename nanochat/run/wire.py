@@ -1,95 +1,70 @@
-"""Messages and files between hosts, over TCP connections: each message is a JSON object after its length in bytes."""
+"""Messages between hosts, over TCP connections to the first host: each is a JSON object in a line."""
 import json
-import os
 import socket
-import struct
 import threading
-from contextlib import contextmanager
+from contextlib import closing
 from dataclasses import dataclass
 
 from nanochat.run.hosts import Host
 
 MAX_MESSAGE_BYTES = 2**28
-CHUNK_BYTES = 2**20
 REQUEST_TIMEOUT_S = 60
 
 
-def send(connection, message):
-    """Sends a JSON object. Raises OSError (TimeoutError is one)."""
-    text = json.dumps(message).encode()
-    connection.sendall(struct.pack("!Q", len(text)) + text)
+class Channel:
+    """A connection to another host."""
 
+    def __init__(self, connection, timeout_s):
+        """timeout_s: how long `send` and `receive` wait for the other side."""
+        connection.settimeout(timeout_s)
+        # Messages are small, and ranks wait for the answers: the kernel must send each at once.
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._connection = connection
+        self._lines = connection.makefile("rb")
+        self._lock = threading.Lock()  # messages of several threads must not mix
 
-def receive(connection):
-    """Returns the next JSON object. Raises EOFError if the connection has ended, OSError (TimeoutError is one), and
-    ValueError for an invalid message."""
-    length = struct.unpack("!Q", b"".join(_parts(connection, 8)))[0]
-    if length > MAX_MESSAGE_BYTES:
-        raise ValueError(f"a message of {length} bytes")
-    message = json.loads(b"".join(_parts(connection, length)))
-    if not isinstance(message, dict):
-        raise ValueError("a message that is no object")
-    return message
+    def send(self, message):
+        """Sends a JSON object. Raises OSError (TimeoutError is one)."""
+        with self._lock:
+            self._connection.sendall(json.dumps(message).encode() + b"\n")
 
-
-def send_file(connection, path):
-    with open(path, "rb") as file:
-        send(connection, {"bytes": os.fstat(file.fileno()).st_size})
-        connection.sendfile(file)
-
-
-def receive_file(connection, path):
-    """Writes the next file to `path`, a part at a time, and returns once it is on disk. Raises as `receive` does."""
-    with open(path, "wb") as file:
-        file.writelines(_parts(connection, receive(connection)["bytes"]))
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _parts(connection, length):
-    """Yields the next `length` bytes, as they come."""
-    while length:
-        part = connection.recv(min(length, CHUNK_BYTES))
-        if not part:
+    def receive(self):
+        """Returns the next JSON object. Raises EOFError if the connection has ended, OSError (TimeoutError is one), and
+        ValueError for an invalid message."""
+        line = self._lines.readline(MAX_MESSAGE_BYTES)
+        if not line.endswith(b"\n"):
             raise EOFError("the connection has ended")
-        yield part
-        length -= len(part)
+        message = json.loads(line)
+        if not isinstance(message, dict):
+            raise ValueError("a message that is no object")
+        return message
+
+    def end_sending(self):
+        """Ends this direction: the other side reads the last messages, and its own are still read here."""
+        self._connection.shutdown(socket.SHUT_WR)
+
+    def close(self):
+        self._lines.close()
+        self._connection.close()
 
 
-# Between the first host and the others
-
-
-def connect(host):
-    """Returns a connection to the first host, from the address by which it knows this one."""
+def connect(host, timeout_s=REQUEST_TIMEOUT_S):
+    """Returns a Channel to the first host, from the address by which it knows this one. Raises OSError."""
     # A machine may have several addresses, and the first host accepts connections only from those in its list.
     own = socket.gethostbyname(host.addresses[host.index])
     connection = socket.create_connection((host.addresses[0], host.port), timeout=REQUEST_TIMEOUT_S,
                                           source_address=(own, 0))
-    # Messages are small, and ranks wait for the answers: the kernel must send each at once.
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return connection
+    return Channel(connection, timeout_s)
 
 
 @dataclass(frozen=True)
 class Link:
-    """What a process of any host, a rank for example, needs to send requests to the first host."""
+    """What a process of any host, a rank for example, needs to ask the first host."""
     host: Host
     token: str
 
-    @contextmanager
-    def request(self, **message):
-        """Connects to the first host for the block, and sends it the message."""
-        with connect(self.host) as connection:
-            send(connection, {**message, "token": self.token})
-            yield connection
-
-
-class Member:
-    """The connection to another host."""
-    def __init__(self, connection):
-        self.connection = connection
-        self._lock = threading.Lock()  # messages of several threads must not mix
-
-    def send(self, message):
-        with self._lock:
-            send(self.connection, message)
+    def ask(self, **message):
+        """Returns the first host's answer to a message. Raises as Channel does."""
+        with closing(connect(self.host)) as channel:
+            channel.send({**message, "token": self.token})
+            return channel.receive()

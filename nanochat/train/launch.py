@@ -48,6 +48,9 @@ def launch(flags, device_type, make_task):
 def train_on(device_type, flags, make_task):
     """Trains, and returns the exit status."""
     host = this_host(device_type)
+    if host and flags.record.checkpoint_mirror is None:
+        raise BadInput("a run on several hosts needs --checkpoint_mirror, from which they fetch the checkpoint to "
+                       "resume: give gs://BUCKET/FOLDER, or a directory that all hosts share")
     if device_type in ("tpu", "xla"):
         return train_on_xla(flags, device_type, make_task, host)
     if host:

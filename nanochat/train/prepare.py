@@ -93,8 +93,8 @@ def prepare(flags, device_type, make_task, pod=None):
     """Returns the Run for a script's flags. Raises BadInput, and Outage if the mirror cannot be reached.
 
     device_type: from resolve_device_type. make_task(flags, device_type, world_size, directory) -> Task. pod: the Pod,
-    if there are several hosts: all prepare the run at the same time, and only the first uses the mirror. One process at
-    a time may prepare a run (exclusive_use): this deletes the remains of interrupted saves.
+    if there are several hosts: all prepare the run at the same time, and only the first writes to the mirror. One
+    process at a time may prepare a run (exclusive_use): this deletes the remains of interrupted saves.
     """
     directory = run_directory(flags)
     is_first = pod is None or pod.host.is_first
@@ -109,8 +109,8 @@ def prepare(flags, device_type, make_task, pod=None):
     profile_steps = parse_profile_steps(flags.record.profile_steps, task.plan.num_iterations)
     # The first write to disk or mirror: most refusals come before and change nothing. A mirror that cannot be written
     # to is found now and not at the first save.
-    mirror = open_mirror(flags) if is_first else None
-    mirror_state = reach_mirror(mirror, directory, flags.run.starts_over)
+    mirror = open_mirror(flags)
+    mirror_state = reach_mirror(mirror if is_first else None, directory, flags.run.starts_over)
     on_disk.clean_partial(directory)
     # New files, by this process alone and before a rank opens them: an earlier process's stop must not stop this one.
     Requests(directory / REQUESTS_FILE, create=True)
@@ -131,7 +131,7 @@ def prepare(flags, device_type, make_task, pod=None):
         task, finished_step = resume(task, path, is_finished, is_first)
     else:
         _require_begin(task, pod)
-    if mirror and path:  # the mirror may lack it: the process before was perhaps killed during the copy
+    if mirror_state and path:  # the mirror may lack it: the process before was perhaps killed during the copy
         mirror_state.saved(path.name)
         mirror_state.write(directory)
     return Run(task, directory, path, finished_step, mirror, profile_steps, pod.link if pod else None)
@@ -193,7 +193,7 @@ def resumed_checkpoint(directory, mirror, pod=None):
         path = newest_checkpoint(directory, mirror)
     if pod is None:
         return path, is_finished
-    return agree_on_checkpoint(pod, directory, path, is_finished)
+    return agree_on_checkpoint(pod, mirror, directory, path, is_finished)
 
 
 def reach_mirror(mirror, directory, starts_over):

@@ -1,5 +1,5 @@
-"""Does a run survive everything? Trains a small model twice over XLA CPU devices, once undisturbed and once with faults
-at random moments, and compares: all losses, evaluations and the final weights must be equal bit for bit.
+"""Does a run survive everything? Trains a small model over XLA CPU devices twice at the same time, undisturbed and with
+faults at random moments, and compares: all losses, evaluations and the final weights must be equal bit for bit.
 
     python -m tests.run.chaos --seed=1 --interruptions=27
 
@@ -24,7 +24,7 @@ import time
 from pathlib import Path
 
 from nanochat.common import ArgumentParser
-from tests.run.life import Life
+from tests.run.life import Life, rank_process
 
 TIMEOUT_S = 300
 DISK_BYTES = 32 * 2**20
@@ -70,10 +70,6 @@ class Trainer(Life):
     def progress(self):
         return sum(line.startswith("step ") for line in self.lines)
 
-    def rank_processes(self):
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        return [int(pid) for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-
     def end(self, *expected):
         """Waits for the end and checks the exit status."""
         status = super().end()
@@ -90,10 +86,11 @@ def signal_to(number, target, expected):
         if target == "parent":
             os.kill(life.process.pid, number)
         elif target == "rank":
-            os.kill(random.choice(life.rank_processes()), number)
+            os.kill(rank_process(life.process), number)
         else:
             os.killpg(life.process.pid, number)
         life.end(expected)
+        assert target != "rank" or number != signal.SIGKILL or life.count("was ended by SIGKILL: the run ends") == 1
     return fault
 
 
@@ -131,7 +128,8 @@ def truncate_checkpoint(life, base_dir, **_):
         os.truncate(checkpoints[-1] / "model.safetensors", 1000)
 
 
-def flip_byte(life, data, start, **_):
+def flip_byte(life, data, start, quiet, **_):
+    quiet.end(0)  # it reads the same shard
     os.killpg(life.process.pid, signal.SIGKILL)
     life.end(-signal.SIGKILL)
     shard = data / "train/shard_00000.parquet"
@@ -158,7 +156,6 @@ FAULTS = {
 }
 
 
-
 def result(base_dir):
     """Of a finished run: [(step, loss)], [(step, bits per byte)], the weights' hash."""
     run_dir = base_dir / "checkpoints/chaos"
@@ -177,7 +174,7 @@ def run(seed, interruptions, devices, steps, every, directory, report=print):
     base_dir.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", base_dir], check=True)
     make_data(data)
-    Trainer(quiet_dir, data, steps, devices, every).end(0)
+    quiet = Trainer(quiet_dir, data, steps, devices, every)
     survived, faults = collections.Counter(), []
 
     def start():
@@ -197,11 +194,12 @@ def run(seed, interruptions, devices, steps, every, directory, report=print):
             break
         time.sleep(random.uniform(0, every / 10))  # to some moment between two lines
         report(f"{number + 1}: {name}, at: {life.lines[-1]}")
-        FAULTS[name](life, base_dir=base_dir, data=data, start=start)
+        FAULTS[name](life, base_dir=base_dir, data=data, start=start, quiet=quiet)
         survived[name] += 1
     if life.process.poll() is not None:
         life = start()
     life.end(0)
+    quiet.end(0)
     losses, evaluations, weights = result(base_dir)
     expected_losses, expected_evaluations, expected_weights = result(quiet_dir)
     assert [step for step, _ in losses] == list(range(1, steps + 1)), "steps are missing, or there twice"

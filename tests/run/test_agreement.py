@@ -1,18 +1,20 @@
 """What hosts agree on: that they are alike, the checkpoint to resume, and the tick at which all ranks stop."""
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from nanochat.checkpoint import on_disk
+from nanochat.checkpoint.mirror import Mirror
+from nanochat.checkpoint.on_disk import Kept
 from nanochat.checkpoint.pieces import load_checkpoint
 from nanochat.checkpoint.saver import save_checkpoint, save_lane_states
 from nanochat.common import BadInput
-from nanochat.run import transfer
+from nanochat.record.metrics import METRICS_FILE
 from nanochat.run.agreement import RankAgreement, Requests, agree_with_hosts
 from nanochat.run.hosts import code_version, describe, require_alike
-from nanochat.run.pod import PodError
 from nanochat.run.transfer import agree_on_checkpoint, send_lanes, serve_lanes
 from nanochat.train.flags import Flags
 from tests.checkpoint.states import make_meta, make_state, save
@@ -45,87 +47,93 @@ def test_another_line_of_code_is_another_version(tmp_path):
 # Stopping
 
 
-def run_ranks_of_hosts(pods, tmp_path, program, ranks=2):
-    """Runs program(global rank, its RankAgreement, the Requests of its host) for `ranks` ranks of each host. Returns
-    {rank: result}."""
-    parents = []
-    for pod in pods:
-        parents.append(Requests(tmp_path / f"requests_{pod.host.index}", create=True))
-    for pod in pods:
-        agree_with_hosts(pod, parents[pod.host.index])
-    numbers = list(range(ranks * len(pods)))
+def run_ranks(num_hosts, folder, program, ranks):
+    """Runs program(rank, its RankAgreement, the Requests of its host) for `ranks` ranks of each host, and returns their
+    results in their order."""
+    parents = [Requests(folder / f"requests_{index}", create=True) for index in range(num_hosts)]
 
-    def run(number):
-        index = number // ranks
-        agreement = RankAgreement(Requests(tmp_path / f"requests_{index}"), number, len(numbers), spans_hosts=True)
-        return program(number, agreement, parents[index])
+    def run(rank):
+        index = rank // ranks
+        own = Requests(folder / f"requests_{index}")
+        agreement = RankAgreement(own, rank, ranks * num_hosts, spans_hosts=num_hosts > 1)
+        return program(rank, agreement, parents[index])
 
-    results = on_all(numbers, run)
+    with joined_pods(num_hosts) if num_hosts > 1 else nullcontext([]) as pods:
+        for pod, parent in zip(pods, parents, strict=bool(pods)):
+            agree_with_hosts(pod, parent)
+        results = on_all(range(ranks * num_hosts), run)
     for found in results:
         if isinstance(found, Exception):
             raise found
-    return dict(enumerate(results))
+    return results
 
 
-@pytest.mark.parametrize("stopped", [0, 5])
-def test_ranks_of_all_hosts_stop_at_the_same_tick(tmp_path, stopped):
+@pytest.mark.parametrize("num_hosts, ranks, stopped", [(1, 8, 3), (3, 2, 0), (3, 2, 5)])
+def test_ranks_that_run_at_their_own_pace_stop_at_the_same_tick(tmp_path, num_hosts, ranks, stopped):
     """Nothing synchronises the ranks, so one may be hundreds of ticks ahead of another. The stop is asked for on the
     first host or on the last."""
-    with joined_pods(3) as pods:
-        def program(rank, agreement, parent):
-            random = np.random.default_rng(rank)
-            for tick in range(100_000):
-                if rank == stopped and tick == 200:
-                    parent.ask_to_stop()
-                if agreement.agreed_to_stop():
-                    return tick
-                time.sleep(random.uniform(0, 0.0001) * (rank + 1))
-
-        results = run_ranks_of_hosts(pods, tmp_path, program)
-        assert len(set(results.values())) == 1 and results[0] > 200
-
-
-def test_ranks_that_wait_for_gradients_of_other_hosts_still_agree(tmp_path):
-    with joined_pods(2) as pods:
-        ticks = [0] * 4
-
-        def program(rank, agreement, parent):
-            random = np.random.default_rng(rank)
-            for tick in range(1, 100_000):
-                if agreement.agreed_to_stop():
-                    return tick
-                wait_for_gradients(ticks, rank, tick, ahead=2, together=3)
-                time.sleep(random.uniform(0, 0.002))
-                if rank == 3 and tick == 300:
-                    parent.ask_to_stop(is_preempted=True)
-
-        assert len(set(run_ranks_of_hosts(pods, tmp_path, program).values())) == 1
-        assert all(Requests(tmp_path / f"requests_{index}").is_preempted for index in (0, 1))
-
-
-def test_a_stop_before_the_first_tick_stops_at_it_and_one_after_the_last_has_no_effect(tmp_path):
-    with joined_pods(2) as pods:
-        def early(rank, agreement, parent):
-            parent.ask_to_stop()
-            time.sleep(0.5 * (rank % 2))
-            while not agreement.agreed_to_stop():
-                time.sleep(0.01)
-            return agreement._tick
-
-        assert len(set(run_ranks_of_hosts(pods, tmp_path, early).values())) == 1
-    with joined_pods(2) as pods:
-        def late(rank, agreement, parent):
-            stops = [agreement.agreed_to_stop() for _ in range(5)]
-            if rank == 1:  # it has no further tick, but the others have
-                agreement.finish()
+    def program(rank, agreement, parent):
+        random = np.random.default_rng(rank)
+        for tick in range(100_000):
+            if rank == stopped and tick == 200:
                 parent.ask_to_stop()
-            else:
-                time.sleep(0.5)
-                stops += [agreement.agreed_to_stop()]
-            agreement.finish()
-            return stops
+            if agreement.agreed_to_stop():
+                return tick
+            time.sleep(random.uniform(0, 0.0001) * (rank + 1))
 
-        assert not any(map(any, run_ranks_of_hosts(pods, tmp_path, late).values()))
+    results = run_ranks(num_hosts, tmp_path, program, ranks)
+    assert len(set(results)) == 1 and results[0] > 200
+
+
+@pytest.mark.parametrize("num_hosts, ranks", [(1, 4), (2, 2)])
+def test_ranks_that_wait_for_each_others_gradients_do_not_wait_for_each_others_answers(tmp_path, num_hosts, ranks):
+    """A rank that has not seen the request yet may wait for one that has."""
+    ticks = [0] * 4
+
+    def program(rank, agreement, parent):
+        random = np.random.default_rng(rank)
+        for tick in range(1, 100_000):
+            if agreement.agreed_to_stop():
+                return tick
+            wait_for_gradients(ticks, rank, tick, ahead=2, together=3)
+            time.sleep(random.uniform(0, 0.001))
+            if rank == 3 and tick == 300:
+                parent.ask_to_stop(is_preempted=True)
+
+    assert len(set(run_ranks(num_hosts, tmp_path, program, ranks))) == 1
+    assert all(Requests(tmp_path / f"requests_{index}").is_preempted for index in range(num_hosts))
+
+
+@pytest.mark.parametrize("num_hosts", [1, 2])
+def test_a_stop_before_the_first_tick_stops_at_it_and_one_after_the_last_has_no_effect(tmp_path, num_hosts):
+    def early(rank, agreement, parent):
+        parent.ask_to_stop()
+        time.sleep(0.3 * (rank % 2))
+        while not agreement.agreed_to_stop():
+            time.sleep(0.01)
+        return agreement._tick
+
+    assert len(set(run_ranks(num_hosts, tmp_path, early, 2))) == 1
+
+    def late(rank, agreement, parent):
+        stops = [agreement.agreed_to_stop() for _ in range(5)]
+        if rank == 1:  # it has no further tick, but the others have
+            agreement.finish()
+            parent.ask_to_stop()
+        else:
+            time.sleep(0.3)
+            stops += [agreement.agreed_to_stop()]
+        agreement.finish()
+        return stops
+
+    assert not any(map(any, run_ranks(num_hosts, tmp_path, late, 2)))
+
+
+def test_a_rank_waits_no_longer_than_its_limit_for_a_decision(tmp_path):
+    requests = Requests(tmp_path / "requests", create=True)
+    requests.hold()  # and then rank 0 dies
+    with pytest.raises(TimeoutError, match="rank 1 waited 0.1 s for the decision"):
+        RankAgreement(requests, 1, 3, timeout_s=0.1).agreed_to_stop()
 
 
 # Checkpoints
@@ -137,15 +145,22 @@ def hosts(tmp_path):
     directories = [tmp_path / f"w{index}" for index in range(3)]
     for directory in directories:
         directory.mkdir()
+        (directory / METRICS_FILE).write_text("")
     return directories
 
 
-def agree(pods, hosts):
+@pytest.fixture
+def mirror(tmp_path):
+    return Mirror(str(tmp_path / "mirror"), Kept())
+
+
+def agree(pods, mirror, hosts):
     newest, _ = on_disk.latest_good(hosts[0])
-    return on_all(pods, lambda pod: agree_on_checkpoint(pod, hosts[pod.host.index], newest, True))
+    return on_all(pods, lambda pod: agree_on_checkpoint(pod, mirror, hosts[pod.host.index], newest, True))
 
 
-def test_a_host_without_the_checkpoint_or_with_a_damaged_or_newer_one_gets_that_of_the_first(hosts):
+def test_a_host_without_the_checkpoint_or_with_a_damaged_or_newer_one_gets_that_of_the_first(hosts, mirror):
+    """The mirror lacks it, because the process before was killed."""
     for step in (100, 200):
         save(hosts[0], step)
     damaged = save(hosts[1], 200)
@@ -153,41 +168,35 @@ def test_a_host_without_the_checkpoint_or_with_a_damaged_or_newer_one_gets_that_
     save(hosts[1], 100)
     save(hosts[1], 300)
     with joined_pods(3) as pods:
-        found = agree(pods, hosts)
+        found = agree(pods, mirror, hosts)
     assert found == [(directory / "step_000200", True) for directory in hosts]
     assert all(on_disk.find_problem(path) is None for path, _ in found)
     for directory in hosts[1:]:
         assert on_disk.list_checkpoints(directory) == [directory / "step_000200"]
-    with joined_pods(3) as pods:  # now all have it, and nothing is sent
+    with joined_pods(3) as pods:  # now all have it, and nothing is fetched
         before = (hosts[2] / "step_000200").stat().st_mtime_ns
-        assert agree(pods, hosts) == found and (hosts[2] / "step_000200").stat().st_mtime_ns == before
+        assert agree(pods, mirror, hosts) == found and (hosts[2] / "step_000200").stat().st_mtime_ns == before
 
 
-def test_a_run_whose_first_host_has_lost_its_checkpoints_is_refused(hosts):
+def test_a_run_whose_first_host_has_lost_its_checkpoints_is_refused(hosts, mirror):
     save(hosts[2], 100)
     with joined_pods(3) as pods:
-        found = agree(pods, hosts)
+        found = agree(pods, mirror, hosts)
     assert all(isinstance(error, BadInput) and "host w2 has step_000100 of this run, and host w0, whose disk counts, "
                "has no checkpoint" in str(error) for error in found)
 
 
-def test_a_checkpoint_that_is_damaged_on_its_way_or_finds_no_room_is_refused(hosts, monkeypatch):
+def test_a_host_that_finds_another_checkpoint_in_its_mirror_or_none_is_refused(hosts, mirror, tmp_path):
     save(hosts[0], 100)
+    mirrors = [mirror, Mirror(str(tmp_path / "empty"), Kept()), Mirror(str(tmp_path / "other"), Kept())]
+    other = save(tmp_path, 200).rename(tmp_path / "step_000100")
+    mirrors[2].copy(other, hosts[0] / METRICS_FILE)
     with joined_pods(3) as pods:
-        receive, full = transfer._receive_checkpoint, OSError(28, "No space left on device")
-
-        def damage(pod, partial):
-            receive(pod, partial)
-            if pod.host.index == 2:
-                raise full
-            (partial / "model.safetensors").write_bytes(b"damaged")
-
-        monkeypatch.setattr(transfer, "_receive_checkpoint", damage)
-        found = agree(pods, hosts)
-    assert found[0][0].name == "step_000100"
-    assert isinstance(found[1], PodError) and "model.safetensors does not match its checksum" in str(found[1])
-    assert isinstance(found[2], BadInput) and "has no room for step_000100" in str(found[2])
-    assert not on_disk.list_checkpoints(hosts[1])
+        found = on_all(pods, lambda pod: agree_on_checkpoint(
+            pod, mirrors[pod.host.index], hosts[pod.host.index], hosts[0] / "step_000100", False))
+    assert found[0] == (hosts[0] / "step_000100", False)
+    for error, place in zip(found[1:], mirrors[1:], strict=True):
+        assert isinstance(error, BadInput) and f"{place.url} has another step_000100" in str(error)
 
 
 def test_the_lanes_of_all_hosts_come_to_the_disk_of_the_first(hosts):
@@ -198,4 +207,4 @@ def test_the_lanes_of_all_hosts_come_to_the_disk_of_the_first(hosts):
             pod.link, 100, {lane: {"rows": 100 + lane} for lane in (pod.host.index, pod.host.index + 3)})) == [None] * 2
     path = save_checkpoint(hosts[0], *make_state(100), make_meta(100), num_lanes=6)
     assert load_checkpoint(path).lane_states == {lane: {"rows": 100 + lane if lane else 100} for lane in range(6)}
-    assert not list(hosts[1].iterdir()) and not list(hosts[2].iterdir())
+    assert not list(hosts[1].glob("step*")) and not list(hosts[2].glob("step*"))

@@ -2,15 +2,17 @@
 import socket
 import subprocess
 import sys
+import threading
 import time
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
 
 from nanochat.common import BadInput, Outage
-from nanochat.run import wire
 from nanochat.run.pod import END, Pod, PodError, membership
 from nanochat.run.stopping import EXIT_STATUS
+from nanochat.run.wire import Link
 from tests.run.pods import joined_pods, make_pods, on_all
 
 
@@ -19,6 +21,13 @@ def wait_for(condition):
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def die(pod):
+    """As if its process was killed: it tells nobody of what follows."""
+    pod._is_over.set()
+    for channel in list(pod._channels.values()):
+        channel._connection.shutdown(socket.SHUT_RDWR)
 
 
 def test_all_hosts_hear_what_each_says():
@@ -34,8 +43,7 @@ def test_hosts_of_one_name_are_told_apart_by_their_addresses():
     pods = [Pod(replace(pod.host, name="vm")) for pod in pods]
     on_all(pods, Pod.join, {})
     assert pods[1].names == ["vm (127.0.0.1)", "vm (127.0.0.2)"]
-    pods[1]._is_over.set()
-    pods[1]._members[0].connection.shutdown(socket.SHUT_RDWR)
+    die(pods[1])
     wait_for(lambda: pods[0].failure)
     assert "host vm (127.0.0.2) has ended" in str(pods[0].failure)
     on_all(pods, Pod.close)
@@ -49,14 +57,14 @@ def test_all_hosts_end_with_the_status_of_the_first(status):
 
 
 def test_a_host_that_hears_the_end_late_ends_well(monkeypatch):
-    tell = Pod.tell
+    tell = Pod._tell
 
     def tell_late(pod, index, message):
         time.sleep(0.1)
         tell(pod, index, message)
 
     with joined_pods(3) as pods:
-        monkeypatch.setattr(Pod, "tell", tell_late)
+        monkeypatch.setattr(Pod, "_tell", tell_late)
         assert on_all(pods, lambda pod: (pod.end(0), pod.close())) == [(0, None)] * 3
         assert not any(pod.failure for pod in pods)
 
@@ -67,7 +75,7 @@ def test_a_host_that_fails_ends_all_with_its_name_its_reason_and_its_status():
         wait_for(lambda: all(pod.failure for pod in pods))
         assert {str(pod.failure) for pod in pods} == {"host w1: rank 5 (process 7) was ended by SIGKILL"}
         assert pods[0].end(0) == 1
-        pods[2].tell(0, {"kind": "value", "name": END, "value": 0})
+        pods[2]._tell(0, {"kind": "value", "name": END, "value": 0})
         wait_for(lambda: END in pods[2]._values)  # all hosts have said it, but the run has failed
         assert pods[2].end(0) == 1
         with pytest.raises(PodError, match="host w1: rank 5"):
@@ -77,9 +85,7 @@ def test_a_host_that_fails_ends_all_with_its_name_its_reason_and_its_status():
 @pytest.mark.parametrize("lost", [0, 1, 2])
 def test_a_host_whose_process_ends_is_named_on_all_others(lost):
     with joined_pods(3) as pods:
-        pods[lost]._is_over.set()  # it is killed: it tells nobody of what follows
-        for member in pods[lost]._members.values():
-            member.connection.shutdown(socket.SHUT_RDWR)
+        die(pods[lost])
         others = [pod for pod in pods if pod is not pods[lost]]
         wait_for(lambda: all(pod.failure for pod in others))
         assert all(f"host w{lost} has ended without a word" in str(pod.failure) and pod.failure.status == 1
@@ -87,18 +93,18 @@ def test_a_host_whose_process_ends_is_named_on_all_others(lost):
 
 
 def test_a_host_that_falls_silent_is_named(monkeypatch):
-    with joined_pods(3, lost_s=5, beat_s=0.1) as pods:
-        time.sleep(5.5)
+    with joined_pods(3, lost_s=2, beat_s=0.1) as pods:
+        time.sleep(2.5)
         assert not any(pod.failure for pod in pods)
-        monkeypatch.setattr(pods[2], "tell", lambda index, message: None)
+        monkeypatch.setattr(pods[2], "_tell", lambda index, message: None)
         wait_for(lambda: all(pod.failure for pod in pods))
-        assert "host w2 has been silent for 5 s" in str(pods[1].failure)
+        assert "host w2 has been silent for 2 s" in str(pods[1].failure)
 
 
 def test_a_host_that_does_not_come_is_waited_for_and_named():
-    pods = make_pods(3, join_s=3, lost_s=1)
+    pods = make_pods(3, join_s=2, lost_s=1, beat_s=0.1)
     found = on_all(pods[:2], Pod.join, {})
-    assert "these hosts to join this one: 127.0.0.3" in str(found[0]) and isinstance(found[0], PodError)
+    assert "127.0.0.3 to say that they have joined" in str(found[0]) and isinstance(found[0], PodError)
     on_all(pods, Pod.close)
     assert isinstance(found[1], PodError)
     late = make_pods(2, join_s=0.5)[1]
@@ -106,28 +112,36 @@ def test_a_host_that_does_not_come_is_waited_for_and_named():
         late.join({})
 
 
+def test_a_host_that_dies_before_all_have_joined_is_named_at_once():
+    pods = make_pods(3)
+    threads = [threading.Thread(target=lambda pod=pod: on_all([pod], Pod.join, {}), daemon=True) for pod in pods[:2]]
+    for thread in threads:
+        thread.start()
+    wait_for(lambda: pods[0]._channels)
+    die(pods[1])
+    wait_for(lambda: pods[0].failure)
+    assert "host 127.0.0.2 has ended" in str(pods[0].failure)
+    on_all(pods, Pod.close)
+
+
 def test_strangers_are_sent_away_and_the_run_goes_on():
     with joined_pods(2) as pods:
         address = pods[0].host.addresses[0], pods[0].host.port
-        pods[0].serves["echo"] = lambda connection, message: wire.send(connection, {"heard": message["word"]})
-        with pods[1].link.request(kind="echo", word="hello") as connection:
-            assert wire.receive(connection) == {"heard": "hello"}
-        for link in (wire.Link(pods[1].host, "guess"), wire.Link(pods[1].host, None)):  # without the token
-            with link.request(kind="echo", word="hello") as connection, pytest.raises((EOFError, OSError)):
-                wire.receive(connection)
-        with socket.create_connection(address, source_address=("127.0.0.9", 0)) as connection:  # no host of the run
-            connection.settimeout(30)
+        pods[0].answer = lambda message: {"heard": message["word"]}
+        assert pods[1].link.ask(kind="echo", word="hello") == {"heard": "hello"}
+        for token in ("guess", "", None, 5):
             with pytest.raises((EOFError, OSError)):
-                wire.receive(connection)
-        with socket.create_connection(address, source_address=("127.0.0.2", 0)) as connection:
-            connection.sendall(b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
-            connection.settimeout(30)
-            with pytest.raises((EOFError, OSError)):
-                wire.receive(connection)
+                Link(pods[1].host, token).ask(kind="echo", word="hello")
+        for own, text in (("127.0.0.9", b""), ("127.0.0.2", b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"),
+                          ("127.0.0.2", b"[]\n"), ("127.0.0.2", b"{}\n")):  # the first is no host of the run
+            with socket.create_connection(address, timeout=30, source_address=(own, 0)) as connection:
+                connection.sendall(text)
+                with suppress(ConnectionResetError):
+                    assert connection.recv(1) == b""
         again = Pod(pods[1].host)  # the same host, started twice
-        with pytest.raises(BadInput, match="host 1 .*: start the same command once"):
+        with pytest.raises(PodError, match="host 1 .*: start the same command once") as error:
             again.join({})
-        assert pods[0].failure is pods[1].failure is None
+        assert error.value.status == 2 and pods[0].failure is pods[1].failure is None
 
 
 def test_the_first_host_says_that_its_port_is_in_use():

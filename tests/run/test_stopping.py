@@ -12,9 +12,9 @@ import threading
 import time
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
+from nanochat.checkpoint import on_disk
 from nanochat.checkpoint.meta import load_meta
 from nanochat.run.agreement import RankAgreement, Requests
 from nanochat.run.stopping import EXIT_STATUS, stop_on_preemption_notice
@@ -23,88 +23,12 @@ from nanochat.train.flags import Flags
 from nanochat.train.liveness import Liveness
 from tests.buckets import OUTAGE
 from tests.conftest import last_of_each
-from tests.run.life import child_processes, rank_process
-from tests.run.pods import wait_for_gradients
+from tests.run.life import Life, child_processes, rank_process
 
 TIMEOUT_S = 240
-
-
-def run_ranks(path, program, ranks=8):
-    """Runs program(rank, its RankAgreement) in a thread for each rank, and returns {rank: its result}."""
-    results = {}
-
-    def run(rank):
-        results[rank] = program(rank, RankAgreement(Requests(path), rank, ranks))
-
-    threads = [threading.Thread(target=run, args=[rank], daemon=True) for rank in range(ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(TIMEOUT_S)
-    assert len(results) == ranks
-    return results
-
-
-def test_ranks_that_run_at_their_own_pace_stop_at_the_same_tick(tmp_path):
-    """Nothing synchronises the ranks, so one may be hundreds of ticks ahead of another."""
-    path = tmp_path / "requests"
-    parent = Requests(path, create=True)
-
-    def program(rank, agreement):
-        random = np.random.default_rng(rank)
-        for tick in range(100_000):
-            if rank == 3 and tick == 300:
-                parent.ask_to_stop()
-            if agreement.agreed_to_stop():
-                return tick
-            time.sleep(random.uniform(0, 0.0005) * (rank + 1))
-
-    results = run_ranks(path, program)
-    assert len(set(results.values())) == 1
-
-
-def test_ranks_that_wait_for_each_others_gradients_do_not_wait_for_each_others_answers(tmp_path):
-    """A rank that has not seen the request yet may wait for one that has."""
-    path = tmp_path / "requests"
-    parent = Requests(path, create=True)
-    ticks = [0] * 4
-
-    def program(rank, agreement):
-        random = np.random.default_rng(rank)
-        for tick in range(1, 100_000):
-            if agreement.agreed_to_stop():
-                return tick
-            wait_for_gradients(ticks, rank, tick, ahead=4, together=5)
-            time.sleep(random.uniform(0, 0.001))
-            if rank == 2 and tick == 300:
-                parent.ask_to_stop()
-
-    assert len(set(run_ranks(path, program, ranks=4).values())) == 1
-
-
-def test_a_stop_that_is_asked_for_after_the_last_tick_of_one_rank_has_no_effect(tmp_path):
-    path = tmp_path / "requests"
-    parent = Requests(path, create=True)
-
-    def program(rank, agreement):
-        stops = [agreement.agreed_to_stop() for _ in range(5)]
-        if rank == 1:  # it has no further tick, but the others have
-            agreement.finish()
-            parent.ask_to_stop()
-        else:
-            time.sleep(0.2)
-            stops += [agreement.agreed_to_stop()]
-        agreement.finish()
-        return stops
-
-    assert all(not any(stops) for stops in run_ranks(path, program, ranks=3).values())
-
-
-def test_a_rank_waits_no_longer_than_its_limit_for_a_decision(tmp_path):
-    requests = Requests(tmp_path / "requests", create=True)
-    requests.hold()  # and then rank 0 dies
-    with pytest.raises(TimeoutError, match="rank 1 waited 0.1 s for the decision"):
-        RankAgreement(requests, 1, 3, timeout_s=0.1).agreed_to_stop()
+FLAGS = ("--device_type=xla", "--depth=2", "--model_dim=64", "--num_heads=2", "--max_seq_len=32",
+         "--device_batch_size=2", "--total_batch_size=128", "--num_iterations=120", "--eval_every=-1",
+         "--sample_every=-1", "--save_every=100", "--log_every=5", "--synthetic_data")
 
 
 @pytest.mark.parametrize("key, answers", [
@@ -252,89 +176,78 @@ def test_the_systems_sigterm_does_not_end_the_copying_on_a_machine_that_is_preem
 
 @pytest.fixture
 def start(tmp_path, byte_tokenizer_dir):
-    """Starts a run of 120 small steps on two XLA devices, with a mirror in a directory. The run is killed after
-    TIMEOUT_S, so that nobody waits for ever for a line of its output."""
-    timers = []
+    """Starts a run of small steps on two XLA devices, with a mirror in a directory, and returns its Life."""
+    lives = []
 
-    def run(name, *flags):
+    def run(*flags):
         environment = {key: value for key, value in os.environ.items() if key != "PJRT_DEVICE"}
-        process = subprocess.Popen(
+        lives.append(Life(
             [sys.executable, "-m", "scripts.base_train", *last_of_each(
-                f"--run={name}", "--device_type=xla", "--depth=2", "--model_dim=64", "--num_heads=2",
-                "--max_seq_len=32", "--device_batch_size=2", "--total_batch_size=128", "--num_iterations=120",
-                "--eval_every=-1", "--sample_every=-1", "--save_every=100", "--log_every=5", "--synthetic_data",
-                f"--checkpoint_mirror={tmp_path}/mirror", f"--tokenizer_dir={byte_tokenizer_dir}", *flags)],
-            env={**environment, "CPU_NUM_DEVICES": "2", "WANDB_MODE": "disabled"},
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        timers.append(threading.Timer(TIMEOUT_S, process.kill))
-        timers[-1].start()
-        return process
+                "--run=test", *FLAGS, f"--checkpoint_mirror={tmp_path}/mirror", f"--tokenizer_dir={byte_tokenizer_dir}",
+                *flags)],
+            {**environment, "CPU_NUM_DEVICES": "2", "WANDB_MODE": "disabled"}, TIMEOUT_S))
+        return lives[-1]
 
     yield run
-    for timer in timers:
-        timer.cancel()
-
-
-def read_until(run, words):
-    """Reads the run's output up to a line that has these words."""
-    assert any(words in line for line in run.stdout), f"the run has ended without: {words}"
-
-
-def losses_of(base_dir, name):
-    records = [json.loads(line) for line in (base_dir / "checkpoints" / name / "metrics.jsonl").open()]
-    steps = [record["step"] for record in records if "loss" in record]
-    assert steps == list(range(1, len(steps) + 1))  # each exactly once
-    return [record["loss"] for record in records if "loss" in record]
+    for life in lives:
+        life.process.kill()
+        life.process.wait()
 
 
 @pytest.mark.slow
-def test_a_run_that_is_told_to_stop_saves_and_resumes_bit_for_bit(start, base_dir):
+def test_a_run_that_is_told_to_stop_saves_and_resumes_bit_for_bit(start, train, base_dir):
     """Each time it resumes from the mirror, as on a new VM, whose disk has the data and nothing else. The evaluation
     that is interrupted would last for hours."""
-    steps = "--num_iterations=60"
-    long_evaluation = "--eval_every=50", "--eval_tokens=268435456"
-    for number, after, flags in ((signal.SIGTERM, "step 00010", ()), (signal.SIGTERM, "step 00030", ()),
-                                 (signal.SIGINT, "evaluating ", long_evaluation)):
-        run = start("test", steps, *flags)
-        read_until(run, after)
-        run.send_signal(number)
-        output = run.communicate(timeout=TIMEOUT_S)[0]
-        assert run.returncode == EXIT_STATUS, output
-        assert f"{number.name}: the run stops" in output and "| validation" not in output
-        done = len(losses_of(base_dir, "test"))
-        assert (base_dir / "checkpoints" / "test" / f"step_{done:06d}").is_dir()
-        shutil.rmtree(base_dir / "checkpoints" / "test")
-    assert done == 50
-    for name in ("test", "whole"):
-        process = start(name, steps)
-        output = process.communicate(timeout=TIMEOUT_S)[0]
-        assert process.returncode == 0, output
-    assert losses_of(base_dir, "test") == losses_of(base_dir, "whole")
+    run_dir = base_dir / "checkpoints" / "test"
+    for number, after, flags in ((signal.SIGTERM, "step 00010", ()),
+                                 (signal.SIGINT, "evaluating ", ("--eval_every=20", "--eval_tokens=268435456"))):
+        run = start("--num_iterations=30", *flags)
+        run.wait_for(after)
+        run.process.send_signal(number)
+        assert run.end() == EXIT_STATUS, run.text
+        assert f"{number.name}: the run stops" in run.text and "| validation" not in run.text
+        saved = on_disk.latest(run_dir)
+        done = [record["step"] for record in records_of(run_dir) if "loss" in record]
+        assert done == list(range(1, on_disk.step_of(saved) + 1))
+        shutil.rmtree(run_dir)
+    assert saved.name == "step_000020"
+    run = start("--num_iterations=30")
+    assert run.end() == 0, run.text
+    losses = [(record["step"], record["loss"]) for record in records_of(run_dir) if "loss" in record]
+    whole = train(*FLAGS, "--num_iterations=30", run="whole", devices=2, without=(
+        "data_dir", "val_dir", "matrix_lr", "embedding_lr", "unembedding_lr", "scalar_lr"))
+    assert losses == list(whole.losses.items()) and len(losses) == 30  # each exactly once
+
+
+def records_of(run_dir):
+    return list(map(json.loads, (run_dir / "metrics.jsonl").open()))
 
 
 def test_a_run_prints_its_stacks_on_sigusr1_and_goes_on_and_a_stop_before_step_1_says_that_nothing_is_saved(
         start, base_dir):
-    run = start("test", "--device_type=cpu", "--eval_every=50", "--eval_tokens=268435456")
-    read_until(run, "evaluating ")
-    run.send_signal(signal.SIGUSR1)
-    read_until(run, "most recent call first")
-    run.send_signal(signal.SIGTERM)
-    output = run.communicate(timeout=TIMEOUT_S)[0]
-    assert run.returncode == EXIT_STATUS and "before step 1, so nothing is saved" in output.splitlines()[-1]
+    run = start("--device_type=cpu", "--eval_every=50", "--eval_tokens=268435456")
+    run.wait_for("evaluating ")
+    run.process.send_signal(signal.SIGUSR1)
+    run.wait_for("most recent call first")
+    run.process.send_signal(signal.SIGTERM)
+    assert run.end() == EXIT_STATUS and "before step 1, so nothing is saved" in run.lines[-1]
     assert not list((base_dir / "checkpoints" / "test").glob("step_*"))
 
 
 @pytest.mark.slow
-def test_a_run_is_trained_by_one_process_and_no_rank_outlives_a_killed_parent(start):
-    run = start("test", "--num_iterations=100000")  # so that it is not done before
-    read_until(run, "step 00005")
-    second = start("test", "--num_iterations=100000")
-    output = second.communicate(timeout=TIMEOUT_S)[0]
-    assert second.returncode == 2 and f"in use by process {run.pid} on " in output
-    children = child_processes(run)
-    assert children
-    run.kill()
-    run.wait()
+def test_a_run_is_trained_by_one_process_and_ctrl_c_twice_ends_it_and_its_ranks_at_once_without_warnings_of_python(
+        start):
+    run = start("--num_iterations=100000")  # so that it is not done before
+    run.wait_for("step 00005")
+    second = start("--num_iterations=100000")
+    assert second.end() == 2 and f"in use by process {run.process.pid} on " in second.text
+    children = child_processes(run.process)
+    os.kill(rank_process(run.process), signal.SIGSTOP)  # so that it cannot save
+    run.process.send_signal(signal.SIGINT)
+    run.wait_for("again: it ends at once")
+    run.process.send_signal(signal.SIGINT)
+    assert run.end() == 130
+    assert "leaked semaphore" not in run.text and "resource_tracker" not in run.text
     deadline = time.monotonic() + 60
     while any(os.path.exists(f"/proc/{pid}") for pid in children):
         assert time.monotonic() < deadline, "a rank is still there"
@@ -346,54 +259,35 @@ def test_a_stop_waits_for_the_mirror_until_it_has_the_checkpoint_or_a_second_sig
     def state():
         return json.loads((base_dir / "checkpoints/test/mirror.json").read_text())
 
-    run = start("test", "--checkpoint_mirror=gs://b")
-    read_until(run, "step 00020")
+    run = start("--checkpoint_mirror=gs://b")
+    run.wait_for("step 00020")
     bucket.broken = OUTAGE
-    run.send_signal(signal.SIGTERM)
-    read_until(run, "waiting until step_")
-    run.send_signal(signal.SIGTERM)
-    output = run.communicate(timeout=TIMEOUT_S)[0]
-    assert run.returncode == EXIT_STATUS and "without waiting for its mirror" in output, output
-    assert "is on this machine's disk only" in output and "leaked semaphore" not in output
+    run.process.send_signal(signal.SIGTERM)
+    run.wait_for("waiting until step_")
+    run.process.send_signal(signal.SIGTERM)
+    assert run.end() == EXIT_STATUS and "without waiting for its mirror" in run.text, run.text
+    assert "is on this machine's disk only" in run.text and "leaked semaphore" not in run.text
     stopped = state()
     assert stopped["newest_saved"] and stopped["newest_copied"] is None and stopped["behind_since"]
     assert load_meta(base_dir / "checkpoints/test" / stopped["newest_saved"]).is_pause
     bucket.broken = None
-    run = start("test", "--checkpoint_mirror=gs://b", "--num_iterations=5000")  # so that it is not done before
-    read_until(run, f"copied {stopped['newest_saved']} to gs://b/test")
+    run = start("--checkpoint_mirror=gs://b", "--num_iterations=5000")  # so that it is not done before
+    run.wait_for(f"copied {stopped['newest_saved']} to gs://b/test")
     bucket.broken = OUTAGE
-    run.send_signal(signal.SIGINT)
-    read_until(run, "waiting until step_")
+    run.process.send_signal(signal.SIGINT)
+    run.wait_for("waiting until step_")
     bucket.broken = None
-    output = run.communicate(timeout=TIMEOUT_S)[0]
-    assert run.returncode == EXIT_STATUS and "copied step_" in output, output
+    assert run.end() == EXIT_STATUS and "copied step_" in run.text, run.text
     assert state()["newest_saved"] == state()["newest_copied"] > stopped["newest_saved"]
     assert state()["behind_since"] is state()["error"] is None
 
 
 @pytest.mark.slow
-def test_ctrl_c_twice_ends_at_once_and_without_warnings_of_python(start):
-    run = start("test", "--num_iterations=100000")
-    read_until(run, "step 00005")
-    ranks = rank_process(run)
-    os.kill(ranks, signal.SIGSTOP)  # so that they cannot save
-    run.send_signal(signal.SIGINT)
-    read_until(run, "again: it ends at once")
-    run.send_signal(signal.SIGINT)
-    assert run.wait(TIMEOUT_S) == 130
-    os.kill(ranks, signal.SIGCONT)
-    output = run.communicate(timeout=TIMEOUT_S)[0]
-    assert "leaked semaphore" not in output and "resource_tracker" not in output
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number, reason", [(signal.SIGKILL, "was ended by SIGKILL: the run ends"),
-                                            (signal.SIGSTOP, "has not finished a step at step ")])
-def test_a_rank_that_is_killed_or_hangs_ends_the_run_with_the_reason(start, number, reason):
-    run = start("test", "--step_timeout_s=10", "--num_iterations=100000")
-    read_until(run, "step 00020")
-    ranks = rank_process(run)
-    os.kill(ranks, number)
-    output = run.communicate(timeout=TIMEOUT_S)[0]
-    assert run.returncode == 1 and reason in output, output
-    assert f"(process {ranks})" in output and not os.path.exists(f"/proc/{ranks}")
+def test_a_rank_that_hangs_ends_the_run_with_the_reason(start):
+    """One that is killed: see chaos.py."""
+    run = start("--step_timeout_s=10", "--num_iterations=100000")
+    run.wait_for("step 00020")
+    ranks = rank_process(run.process)
+    os.kill(ranks, signal.SIGSTOP)
+    assert run.end() == 1 and "has not finished a step at step " in run.text, run.text
+    assert f"(process {ranks})" in run.text and not os.path.exists(f"/proc/{ranks}")
