@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from tests.device.test_tpu import write_pci_devices
+
 pytest.importorskip("jax")
 pytest.importorskip("libtpu")
 
@@ -28,10 +30,7 @@ print(json.dumps([os.environ["LIBTPU_INIT_ARGS"], list(jax._src.xla_bridge.backe
 
 @pytest.mark.parametrize("platforms", [{}, {"JAX_PLATFORMS": "tpu,cpu"}])
 def test_on_a_tpu_vm_jax_writes_kernels_and_leaves_the_tpu_and_libtpus_options_alone(tmp_path, platforms):
-    for index in range(8):
-        (tmp_path / str(index)).mkdir()
-        (tmp_path / str(index) / "vendor").write_text("0x1ae0\n")
-        (tmp_path / str(index) / "device").write_text("0x0063\n")
+    write_pci_devices(tmp_path, [("0x1ae0", "0x0063")] * 8)
     environment = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
     process = subprocess.run([sys.executable, "-c", KERNEL, str(tmp_path)], capture_output=True, text=True, timeout=300,
                              env=environment | platforms | {"LIBTPU_INIT_ARGS": "--a=1"})

@@ -20,27 +20,18 @@ from nanochat.device.ranks import (
     spawn_ranks,
 )
 from nanochat.device.tpu import count_tpu_chips
+from tests.device.test_tpu import write_pci_devices
 
 
-@pytest.fixture
-def pci_with_tpus(tmp_path):
-    """A PCI bus as on a v5litepod-8 VM: eight TPU chips and a network card by Google."""
-    for i, device_id in enumerate(["0x0063"] * 8 + ["0x0042"]):
-        device = tmp_path / "pci" / str(i)
-        device.mkdir(parents=True)
-        (device / "vendor").write_text("0x1ae0\n")
-        (device / "device").write_text(device_id + "\n")
-    return tmp_path / "pci"
-
-
-def test_a_machine_with_tpus_trains_on_them(pci_with_tpus, monkeypatch):
-    assert count_tpu_chips(pci_with_tpus) == 8
+def test_a_machine_with_tpus_trains_on_them(tmp_path, monkeypatch):
+    write_pci_devices(tmp_path, [("0x1ae0", "0x0063")] * 8 + [("0x1ae0", "0x0042")])  # and a network card by Google
+    assert count_tpu_chips(tmp_path) == 8
     monkeypatch.delenv("PJRT_DEVICE")
-    assert resolve_device_type("auto", pci_with_tpus) == "tpu"
-    assert resolve_device_type("xla", pci_with_tpus) == "xla"  # when told to
+    assert resolve_device_type("auto", tmp_path) == "tpu"
+    assert resolve_device_type("xla", tmp_path) == "xla"  # when told to
     monkeypatch.setenv("PJRT_DEVICE", "CPU")
     with pytest.raises(BadInput, match="8 .* PJRT_DEVICE=CPU: unset PJRT_DEVICE"):
-        resolve_device_type("auto", pci_with_tpus)
+        resolve_device_type("auto", tmp_path)
 
 
 @pytest.mark.parametrize("devices", ["²", "٢", "0", "-1", "1.5", "", "99999"])

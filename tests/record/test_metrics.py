@@ -127,38 +127,25 @@ def test_each_record_is_written_once_while_another_thread_flushes(tmp_path, monk
     assert [record["step"] for record in read(tmp_path)] == list(range(200))
 
 
-def test_the_console_line_has_every_figure_with_its_unit(tmp_path):
-    lines = []
-    start(tmp_path, total_steps=5000, console=lines.append).log(100, {
-        "time_left_s": 3725, "loss": 2.9, "mean_loss": 3.21, "lr_multiplier": 1.0, "step_ms": 1312.2,
-        "tokens_per_s": 175_123.4, "mfu": 0.2, "tokens": 52_428_800})
-    assert lines == ["step 00100/05000 | loss 3.2100 | lr 1.000 | 1,312 ms | 175,123 tok/s | mfu 20.0% | "
-                     "52.4M tokens | 1h02m left"]
-
-
-def test_a_console_line_with_programs_that_were_compiled_again_tells_of_the_first():
-    record = {"step": 6, "recompiled": ["micro_step: rows is wider", "update: a number has changed"]}
-    assert metrics.format_line(record) == "step 00006 | compiled again: micro_step: rows is wider (and 1 more)"
-
-
-def test_a_console_line_shows_a_mirror_that_is_behind_by_more_than_a_minute():
-    assert metrics.format_line({"step": 6, "mirror_behind_s": 725}) == "step 00006 | mirror behind by 12m05s"
-    assert metrics.format_line({"step": 6, "mirror_behind_s": 20}) == "step 00006"
-
-
-def test_an_unknown_peak_leaves_mfu_out_of_the_console_line():
-    assert "mfu" not in metrics.format_line({"step": 1, "time": 0.0, "mfu": None})
+@pytest.mark.parametrize("record, text", [
+    ({"step": 100, "time_left_s": 3725, "loss": 2.9, "mean_loss": 3.21, "lr_multiplier": 1.0, "step_ms": 1312.2,
+      "tokens_per_s": 175_123.4, "mfu": 0.2, "tokens": 52_428_800},
+     "step 00100/05000 | loss 3.2100 | lr 1.000 | 1,312 ms | 175,123 tok/s | mfu 20.0% | 52.4M tokens | 1h02m left"),
+    ({"step": 6, "recompiled": ["micro_step: rows is wider", "update: a number has changed"]},
+     "step 00006/05000 | compiled again: micro_step: rows is wider (and 1 more)"),
+    ({"step": 6, "mirror_behind_s": 725}, "step 00006/05000 | mirror behind by 12m05s"),
+    ({"step": 6, "mirror_behind_s": 20}, "step 00006/05000"),
+    ({"step": 1, "time": 0.0, "mfu": None}, "step 00001/05000"),  # an unknown peak
+    ({"step": 5, "val_bpb": 1.25, "val_bytes": 412_345, "val_whole_text": False},
+     "step 00005/05000 | validation 1.2500 bits per byte | of 412K bytes"),
+    ({"step": 5, "val_bytes": 412_345, "val_whole_text": True, "fim_bpb": 2.1192, "fim_bytes": 65_536},
+     "step 00005/05000 | of 412K bytes | all of the validation text, which is shorter than --eval_tokens | "
+     "middles 2.1192 | of 65.5K bytes"),
+])
+def test_the_console_line_has_every_figure_with_its_unit_and_nothing_else(record, text):
+    assert metrics.format_line(record, 5000) == text
 
 
 @pytest.mark.parametrize("count, text", [(7, "7"), (1234, "1.23K"), (999_999, "1M"), (26_843_545_600, "26.8B")])
 def test_format_count(count, text):
     assert metrics.format_count(count) == text
-
-
-def test_the_line_of_an_evaluation_says_of_how_much_text():
-    record = {"step": 5, "val_bpb": 1.25, "val_bytes": 412_345, "val_whole_text": False}
-    assert metrics.format_line(record) == "step 00005 | validation 1.2500 bits per byte | of 412K bytes"
-    assert metrics.format_line(record | {"val_whole_text": True}).endswith(
-        " | of 412K bytes | all of the validation text, which is shorter than --eval_tokens")
-    assert metrics.format_line(record | {"fim_bpb": 2.1192, "fim_bytes": 65_536}).endswith(
-        " | of 412K bytes | middles 2.1192 | of 65.5K bytes")

@@ -51,7 +51,6 @@ class Trainer(Life):
     """One process of the run, whose end comes with that of this process at the latest."""
 
     def __init__(self, base_dir, data, steps, devices, every):
-        environment = {key: value for key, value in os.environ.items() if key != "PJRT_DEVICE"}
         super().__init__(
             [sys.executable, "-m", "scripts.base_train", "--run=chaos", "--device_type=xla", "--depth=2",
              "--model_dim=64", "--num_heads=2", "--max_seq_len=32", "--device_batch_size=2",
@@ -59,8 +58,7 @@ class Trainer(Life):
              "--eval_tokens=4096", "--sample_every=-1", f"--save_every={2 * every}", "--keep_checkpoints=3",
              f"--log_every={every}", "--warmup_steps=5",
              f"--tokenizer_dir={data}/tokenizer", f"--data_dir={data}/train", f"--val_dir={data}/val"],
-            {**environment, "NANOCHAT_BASE_DIR": str(base_dir), "CPU_NUM_DEVICES": str(devices),
-             "WANDB_MODE": "disabled"}, TIMEOUT_S, start_new_session=True)
+            {"NANOCHAT_BASE_DIR": str(base_dir), "CPU_NUM_DEVICES": str(devices)}, TIMEOUT_S, start_new_session=True)
         atexit.register(self.kill)
 
     def kill(self):

@@ -1,4 +1,5 @@
 """A process of a run, followed from its start to its end."""
+import os
 import subprocess
 import threading
 import time
@@ -14,13 +15,15 @@ def rank_process(run):
 
 
 class Life:
-    """A process whose lines are read as they come. command, environment, options: for subprocess.Popen; timeout_s: how
-    long it may take to its next sign of life, and to its end."""
+    """A process whose lines are read as they come. command, options: for subprocess.Popen; environment: what its
+    environment has beside that of this process; timeout_s: how long it may take to its next sign of life, and to its
+    end."""
 
     def __init__(self, command, environment, timeout_s, **options):
         self.timeout_s = timeout_s
-        self.process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                                        text=True, **options)
+        inherited = {name: value for name, value in os.environ.items() if name != "PJRT_DEVICE"}
+        self.process = subprocess.Popen(command, env={**inherited, "WANDB_MODE": "disabled", **environment},
+                                        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options)
         self.lines, self._news = [], threading.Condition()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -54,6 +57,10 @@ class Life:
     def wait_for(self, words, times=1):
         """Waits for so many lines with these words."""
         assert self.wait_until(lambda: self.count(words) >= times), f"it ended without: {words}\n{self.text}"
+
+    def kill(self):
+        self.process.kill()
+        self.process.wait()
 
     def end(self):
         """Returns the exit status."""

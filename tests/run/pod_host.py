@@ -10,9 +10,9 @@ POD_CLOCK_S is added to the clock, so that hosts disagree about the time.
 """
 import functools
 import os
-import socket
 import threading
 import time
+from multiprocessing.connection import Client, Listener
 
 import nanochat.device.collectives as collectives
 
@@ -30,23 +30,15 @@ def connections():
     if INDEX:
         while True:
             try:
-                connection = socket.create_connection((HOSTS[0], PORT), source_address=(HOSTS[INDEX], 0))
+                connection = Client((HOSTS[0], PORT))
+                connection.send(INDEX)
                 return [connection]
             except OSError:
                 time.sleep(0.05)
-    with socket.create_server((HOSTS[0], PORT)) as listener:
+    with Listener((HOSTS[0], PORT)) as listener:
         found = [listener.accept() for _ in HOSTS[1:]]
-    return [connection for connection, peer in sorted(found, key=lambda pair: HOSTS.index(pair[1][0]))]
-
-
-def receive(connection, length):
-    parts = bytearray()
-    while len(parts) < length:
-        part = connection.recv(length - len(parts))
-        if not part:
-            raise ConnectionResetError
-        parts += part
-    return bytes(parts)
+    by_index = {connection.recv(): connection for connection in found}
+    return [by_index[index] for index in sorted(by_index)]
 
 
 def of_all_ranks(tensor):
@@ -56,13 +48,13 @@ def of_all_ranks(tensor):
     data = own.reshape(-1).view(torch.uint8).numpy().tobytes()
     try:
         if INDEX:
-            connections()[0].sendall(data)
-            everything = receive(connections()[0], len(data) * len(HOSTS))
+            connections()[0].send_bytes(data)
+            everything = connections()[0].recv_bytes()
         else:
-            everything = data + b"".join(receive(connection, len(data)) for connection in connections())
+            everything = data + b"".join(connection.recv_bytes() for connection in connections())
             for connection in connections():
-                connection.sendall(everything)
-    except ConnectionError:  # another rank has ended: a chip waits for it for ever
+                connection.send_bytes(everything)
+    except (EOFError, ConnectionError):  # another rank has ended: a chip waits for it for ever
         threading.Event().wait()
     return [torch.frombuffer(bytearray(everything[at:at + len(data)]), dtype=own.dtype).view(own.shape)
             for at in range(0, len(everything), len(data))]

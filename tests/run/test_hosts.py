@@ -1,5 +1,4 @@
 """Which hosts a run has, and which this machine is: from variables, from the metadata server, or one alone."""
-import http.server
 import socket
 import threading
 
@@ -21,28 +20,6 @@ def machine(monkeypatch):
     monkeypatch.setenv("TPU_ACCELERATOR_TYPE", "v5litepod-16")
     monkeypatch.setenv("GCE_METADATA_HOST", "127.0.0.1:9")
     monkeypatch.setattr("socket.gethostname", lambda: "vm")
-
-
-@pytest.fixture
-def metadata(monkeypatch):
-    """Sets what the metadata server says, {key: value}."""
-    says = {}
-
-    class Metadata(http.server.BaseHTTPRequestHandler):
-        def do_GET(self):
-            value = says.get(self.path.removeprefix("/computeMetadata/v1/instance/attributes/"))
-            self.send_response(404 if value is None else 200)
-            self.end_headers()
-            self.wfile.write((value or "").encode())
-
-        def log_message(self, *_):
-            pass
-
-    with http.server.HTTPServer(("127.0.0.1", 0), Metadata) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        monkeypatch.setenv("GCE_METADATA_HOST", f"127.0.0.1:{server.server_port}")
-        yield says
-        server.shutdown()
 
 
 def test_an_answer_that_breaks_off_is_none(monkeypatch):
@@ -75,7 +52,8 @@ def test_the_variables_of_the_tpu_say_which_host_this_is(monkeypatch):
 
 
 def test_the_metadata_server_says_which_host_this_is(metadata, monkeypatch):
-    metadata |= {"worker-network-endpoints": ENDPOINTS, "agent-worker-number": "3", "accelerator-type": "v5litepod-16"}
+    metadata |= {"attributes/worker-network-endpoints": ENDPOINTS, "attributes/agent-worker-number": "3",
+                 "attributes/accelerator-type": "v5litepod-16"}
     expected = Host(3, ("10.0.0.7", "10.0.0.8", "10.0.0.9", "10.0.0.10"), "vm", PORT)
     assert this_host("tpu") == expected
     monkeypatch.delenv("TPU_ACCELERATOR_TYPE")  # the PCI bus shows this host's chips only

@@ -71,24 +71,21 @@ def start(network, tiny, tmp_path):
 
     def run(*flags, hosts=2, only_on_1=(), before=(), clock_s=0):
         started = []
-        environment = {name: value for name, value in os.environ.items() if name != "PJRT_DEVICE"}
         for index in range(hosts):
             started.append(Life(
                 [*network(index), *before, sys.executable, "-m", "tests.run.pod_host", *last_of_each(
                     "--run=test", *tiny, "--total_batch_size=128", "--log_every=5",
                     f"--checkpoint_mirror={tmp_path}/mirror", *flags,
                     *(only_on_1 if index else ()))],
-                {**environment, "NANOCHAT_HOSTS": ",".join(ADDRESSES[:hosts]), "NANOCHAT_HOST_INDEX": str(index),
-                 "NANOCHAT_POD_PORT": "7690", "NANOCHAT_HOST_NAME": f"w{index}",
-                 "NANOCHAT_BASE_DIR": str(tmp_path / f"w{index}"), "POD_CLOCK_S": str(clock_s * index),
-                 "CPU_NUM_DEVICES": "1", "WANDB_MODE": "disabled"}, TIMEOUT_S))
+                {"NANOCHAT_HOSTS": ",".join(ADDRESSES[:hosts]), "NANOCHAT_HOST_INDEX": str(index),
+                 "NANOCHAT_POD_PORT": "7690", "NANOCHAT_HOST_NAME": f"w{index}", "CPU_NUM_DEVICES": "1",
+                 "NANOCHAT_BASE_DIR": str(tmp_path / f"w{index}"), "POD_CLOCK_S": str(clock_s * index)}, TIMEOUT_S))
         lives.extend(started)
         return started
 
     yield run
     for life in lives:
-        life.process.kill()
-        life.process.wait()
+        life.kill()
 
 
 @pytest.fixture
