@@ -48,9 +48,6 @@ def launch(flags, device_type, make_task):
 def train_on(device_type, flags, make_task):
     """Trains, and returns the exit status."""
     host = this_host(device_type)
-    if host and flags.record.checkpoint_mirror is None:
-        raise BadInput("a run on several hosts needs --checkpoint_mirror, from which they fetch the checkpoint to "
-                       "resume: give gs://BUCKET/FOLDER, or a directory that all hosts share")
     if device_type in ("tpu", "xla"):
         return train_on_xla(flags, device_type, make_task, host)
     if host:
@@ -62,6 +59,9 @@ def train_on(device_type, flags, make_task):
 def train_on_xla(flags, device_type, make_task, host):
     """Prepares the run in this process, and trains in processes that it spawns. Returns the exit status. host: this
     Host, if there are several."""
+    if host and flags.record.checkpoint_mirror is None:
+        raise BadInput("a run on several hosts needs --checkpoint_mirror, from which they fetch the checkpoint to "
+                       "resume: give gs://BUCKET/FOLDER, or a directory that all hosts share")
     ranks.prepare_xla_environment(device_type)
     ranks.prepare_libtpu(device_type)
     # The order matters. All hosts have met and are alike before any touches its disk. The folder is locked before

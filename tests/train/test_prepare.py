@@ -9,6 +9,7 @@ from nanochat.common import BadInput
 from nanochat.device.ranks import Dist
 from nanochat.run.processes import exclusive_use
 from nanochat.train.flags import FlagGroups, RecordFlags, RunFlags
+from nanochat.train.launch import train_on
 from nanochat.train.prepare import Run, _require_begin, changed_flags, prepare, run_directory
 from tests.checkpoint.states import flip_a_byte, save
 from tests.run.pods import joined_pods, on_all
@@ -137,6 +138,13 @@ def test_changed_flags_are_told_as_a_person_would_type_them():
     assert changed_flags({"seed": 0, "save_every": 7, "log_every": 3}, task) == "seed 0 -> 1"
     assert changed_flags({"seed": "a b"}, task) == "seed 'a b' -> 1"
     assert changed_flags({}, task) == ""
+
+
+def test_a_run_on_several_hosts_without_a_mirror_is_refused_before_it_waits_for_them(monkeypatch):
+    monkeypatch.setenv("NANOCHAT_HOSTS", "a,b")
+    monkeypatch.setenv("NANOCHAT_HOST_INDEX", "1")
+    with pytest.raises(BadInput, match="several hosts needs --checkpoint_mirror"):
+        train_on("xla", Flags(RunFlags(run="a"), RecordFlags()), None)
 
 
 @pytest.mark.parametrize("name", ["a/b", "", ".hidden", "-x", "a b"])
