@@ -98,14 +98,14 @@ def test_hosts_stop_together_and_name_a_killed_one_and_the_run_goes_on_to_the_bi
         start, train, run_dirs, base_dir):
     """The clock of each host is an hour ahead of that of the host before it, then an hour behind. After the stop the
     first host loses its disk, and the mirror has the checkpoint."""
-    flags = ("--num_lanes=48", "--total_batch_size=192", "--num_iterations=60", "--eval_every=30", "--save_every=20")
+    flags = ("--num_lanes=48", "--total_batch_size=192", "--num_iterations=80", "--eval_every=40", "--save_every=10")
     hosts = first, second, third = start(*flags, hosts=3, clock_s=3600)
     first.wait_for("step 00005")
     second.process.send_signal(signal.SIGTERM)
     assert [life.end() for life in hosts] == [EXIT_STATUS] * 3, first.text + second.text
     assert "SIGTERM: the run stops" in second.text and "SIGTERM: " not in first.text
     saved = on_disk.latest(run_dirs[0])
-    assert 5 <= on_disk.step_of(saved) < 60 and load_checkpoint(saved).lane_states.keys() == set(range(48))
+    assert 5 <= on_disk.step_of(saved) < 80 and load_checkpoint(saved).lane_states.keys() == set(range(48))
     assert not list(run_dirs[1].glob("step_*"))
     assert first.count("step 00005/") == 1 and second.count("step 0") == 0  # one console, that of the first host
     assert "host 0 of 3: w0, joined to w1, w2" in first.text and "host 1 of 3: w1, joined to w0, w2" in second.text
@@ -127,14 +127,14 @@ def test_hosts_stop_together_and_name_a_killed_one_and_the_run_goes_on_to_the_bi
     records = [json.loads(line) for line in (run_dirs[0] / "metrics.jsonl").read_text().splitlines()]
     losses = {record["step"]: record["loss"] for record in records if "loss" in record}
     bpb = {record["step"]: record["val_bpb"] for record in records if "val_bpb" in record}
-    assert list(losses) == list(range(1, 61)) and losses == alone.losses
-    assert bpb.keys() == {0, 30, 60} and bpb == alone.bpb
-    weights = [(folder / "step_000060/model.safetensors").read_bytes()
+    assert list(losses) == list(range(1, 81)) and losses == alone.losses
+    assert bpb.keys() == {0, 40, 80} and bpb == alone.bpb
+    weights = [(folder / "step_000080/model.safetensors").read_bytes()
                for folder in (run_dirs[0], base_dir / "checkpoints/alone")]
     assert weights[0] == weights[1]
     assert all(0 <= record.get("seconds_lost", 0) < 600 for record in records)
     for life in start(*flags, hosts=3):  # nothing is left to do, which all know
-        assert life.end() == 0 and "has reached step 60" in life.text
+        assert life.end() == 0 and "has reached step 80" in life.text
 
 
 def fill(disk):

@@ -159,8 +159,8 @@ def test_a_run_that_is_told_to_stop_saves_and_resumes_bit_for_bit(start, train, 
     that is interrupted would last for hours."""
     run_dir = base_dir / "checkpoints" / "test"
     for number, after, flags in ((signal.SIGTERM, "step 00010", ()),
-                                 (signal.SIGINT, "evaluating ", ("--eval_every=20", "--eval_tokens=268435456"))):
-        run = start("--num_iterations=30", *flags)
+                                 (signal.SIGINT, "evaluating ", ("--eval_every=30", "--eval_tokens=268435456"))):
+        run = start("--num_iterations=40", *flags)
         run.wait_for(after)
         run.process.send_signal(number)
         assert run.end() == EXIT_STATUS, run.text
@@ -169,13 +169,13 @@ def test_a_run_that_is_told_to_stop_saves_and_resumes_bit_for_bit(start, train, 
         done = [record["step"] for record in records_of(run_dir) if "loss" in record]
         assert done == list(range(1, on_disk.step_of(saved) + 1))
         shutil.rmtree(run_dir)
-    assert saved.name == "step_000020"
-    run = start("--num_iterations=30")
+    assert saved.name == "step_000030"
+    run = start("--num_iterations=40")
     assert run.end() == 0, run.text
     losses = [(record["step"], record["loss"]) for record in records_of(run_dir) if "loss" in record]
-    whole = train(*FLAGS, "--num_iterations=30", run="whole", devices=2, without=(
+    whole = train(*FLAGS, "--num_iterations=40", run="whole", devices=2, without=(
         "data_dir", "val_dir", "matrix_lr", "embedding_lr", "unembedding_lr", "scalar_lr"))
-    assert losses == list(whole.losses.items()) and len(losses) == 30  # each exactly once
+    assert losses == list(whole.losses.items()) and len(losses) == 40  # each exactly once
 
 
 def records_of(run_dir):
