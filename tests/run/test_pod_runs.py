@@ -190,7 +190,7 @@ def test_a_first_host_or_its_rank_that_is_killed_ends_the_other_host_with_its_na
 
 
 def test_flags_that_differ_are_refused_on_both_hosts_with_both_values(start, run_dirs):
-    words = "error: the hosts differ: --seed is 0 on w0 and 5 on w1; --depth is 2 on w0 and 3 on w1: start the same"
+    words = "the hosts differ: --seed is 0 on w0 and 5 on w1; --depth is 2 on w0 and 3 on w1: start the same"
     for life in start(only_on_1=["--depth=3", "--seed=5"]):
         assert life.end() == 2 and words in life.text, life.text
     assert not any(path.exists() for path in run_dirs)
