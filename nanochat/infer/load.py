@@ -82,7 +82,8 @@ def load_model(path, dist, *, tokenizer_dir=None, kernel="auto", quantize="none"
     tokenizer = load_tokenizer(tokenizer_dir, path)
     check_tokenizer(tokenizer, meta.config["vocab_size"], meta.tokenizer_sha256)
     config = meta.model_config
-    kernels = get_kernels(kernel_for(config, kernel, dist.device_type), dist.device_type, Sharding.of_mesh(mesh))
+    kernels = get_kernels(kernel_for(config, kernel, dist.device_type), dist.device_type,
+                          Sharding.of_mesh(mesh, config.vocab_size))
     try:
         state = load_tensors(path, MODEL)
         if {name: tuple(tensor.shape) for name, tensor in state.items()} != shapes(config):

@@ -35,7 +35,7 @@ class MeshFlags:
             raise BadInput(f"--mesh_fsdp={self.mesh_fsdp} --mesh_tensor={self.mesh_tensor} need {parts} chips or a "
                            f"multiple of that, and there are {chips} (device type {device_type}): {instead}")
         mesh = Mesh(chips // parts, self.mesh_fsdp, self.mesh_tensor)
-        get_kernels(kernel, device_type, Sharding.of_mesh(mesh))
+        get_kernels(kernel, device_type, Sharding.of_mesh(mesh, config.vocab_size))
         require_parts(mesh, config)
         return mesh
 

@@ -6,7 +6,6 @@
 | `chunked` | TPU, XLA               | a loop            | PyTorch's         | up to 8,192 tokens (xla_loss.py) |
 | `chunked` | CPU, CUDA              | one after another | PyTorch's         | 1,024 tokens (loss.py)           |
 | `flash`   | TPU with jax           | a loop            | one Pallas kernel | up to 8,192 tokens (xla_loss.py) |
-| `cce`     | CUDA, with its package | one after another | PyTorch's         | none: cut cross-entropy          |
 
 With a teacher, the loss of `current` holds the logits of all tokens, the others those of a chunk; loss.py has the
 mathematics. `auto` is `flash` on a TPU with jax installed, `chunked` on a TPU without it, and otherwise
@@ -27,8 +26,6 @@ def available_kernels(device_type):
     names = ["current", "chunked"]
     if device_type in ("tpu", "xla") and importlib.util.find_spec("jax"):
         names.append("flash")
-    if device_type == "cuda" and importlib.util.find_spec("cut_cross_entropy"):
-        names.append("cce")
     return names
 
 
@@ -64,9 +61,6 @@ def get_kernels(name, device_type, sharding=WHOLE, chunk_tokens=None, products="
     if name == "current":
         cross_entropy = loss.full_cross_entropy
         mean_loss = loss.full_mean_loss
-    elif name == "cce":
-        cross_entropy = loss.cut_cross_entropy
-        mean_loss = loss.cut_mean_loss
     else:
         chunk_tokens = chunk_tokens or loss.CHUNK_TOKENS
         cross_entropy = partial(loss.chunked_cross_entropy, chunk_tokens)

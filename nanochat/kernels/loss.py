@@ -52,24 +52,7 @@ def full_mean_loss(hidden, head, targets, cap, teaching=None):
     """Returns the mean loss, a scalar."""
     if teaching is None:
         return full_cross_entropy(hidden, head, targets, cap).mean()
-    token_losses = TokenLosses(cap, teaching.terms)
-    losses, _ = token_losses(hidden, head.to(hidden.dtype), targets.long(), teaching.hidden,
-                             teaching.head.to(hidden.dtype))
-    return losses.sum() / len(hidden)
-
-
-def cut_cross_entropy(hidden, head, targets, cap):
-    """Returns the losses (N,) by the package cut-cross-entropy, on CUDA, without logits in memory."""
-    from cut_cross_entropy import linear_cross_entropy
-    return linear_cross_entropy(hidden, head.to(hidden.dtype), targets.long(), ignore_index=IGNORE_INDEX,
-                                softcap=cap.as_softcap, reduction="none")
-
-
-def cut_mean_loss(hidden, head, targets, cap, teaching=None):
-    """Returns the mean loss, a scalar. The package knows no teacher: the student's loss is chunked."""
-    if teaching is None:
-        return cut_cross_entropy(hidden, head, targets, cap).mean()
-    return chunked_mean_loss(CHUNK_TOKENS, hidden, head, targets, cap, teaching)
+    return chunked_mean_loss(len(hidden), hidden, head, targets, cap, teaching)  # in one chunk
 
 
 # With the logits of one chunk of tokens in memory at a time
@@ -77,35 +60,44 @@ def cut_mean_loss(hidden, head, targets, cap, teaching=None):
 
 def chunked_cross_entropy(chunk_tokens, hidden, head, targets, cap):
     """Returns the losses (N,), for evaluation: autograd would keep the logits of all chunks."""
-    head = head.to(hidden.dtype)
-    losses = []
-    for chunk, chunk_targets in zip(hidden.split(chunk_tokens), targets.long().split(chunk_tokens), strict=True):
-        logits = cap(F.linear(chunk, head).float())
-        at_target = logits.gather(1, chunk_targets.clamp(min=0)[:, None])[:, 0]
-        chunk_losses = torch.logsumexp(logits, dim=-1) - at_target
-        losses.append(torch.where(chunk_targets == IGNORE_INDEX, 0.0, chunk_losses))
-    return torch.cat(losses)
+    chunks = zip(hidden.split(chunk_tokens), targets.split(chunk_tokens), strict=True)
+    return torch.cat([full_cross_entropy(chunk, head, chunk_targets, cap) for chunk, chunk_targets in chunks])
 
 
 def chunked_mean_loss(chunk_tokens, hidden, head, targets, cap, teaching=None):
     """Returns the mean loss, a scalar."""
-    token_losses = TokenLosses(cap, teaching and teaching.terms)
-    body = ChunkBody(token_losses, len(hidden))
-    return ChunkedLoss.apply(hidden, head, targets, teaching, body, chunk_tokens, WHOLE)
+    body = ChunkBody(cap, WHOLE, len(hidden), teaching and teaching.terms)
+    return ChunkedLoss.apply(hidden, head, targets, teaching, body, chunk_tokens)
 
 
 @dataclass(frozen=True)
-class TokenLosses:
-    """Computes losses and their gradients."""
+class ChunkBody:
+    """The body of ChunkedLoss's loop. Here by definition, on any device; those of xla_loss.py have another of_chunk."""
     cap: LogitCap
+    sharding: Sharding
+    num_tokens: int  # of all chunks
     teacher: TeacherTerms | None = None
-    sharding: Sharding = WHOLE
 
-    def __call__(self, hidden, head, targets, teacher_hidden=None, teacher_head=None, first_row=0):
+    def __call__(self, index, carry, read, write, constants):
+        loss, d_head = carry
+        hidden, targets, *teacher_hidden = read
+        head, *others = constants
+        scale = torch.where(targets == IGNORE_INDEX, 0.0, 1 / self.num_tokens)[:, None]
+        losses, d_hidden, d_head_here = self.of_chunk(index, scale, hidden, head, targets, *teacher_hidden, *others)
+        return (loss + losses.sum() / self.num_tokens, d_head + d_head_here), (d_hidden,)
+
+    def of_chunk(self, index, scale, hidden, head, targets, *others):
+        """Returns the losses (N,) of the tokens of chunk `index`; and of their sum times `scale` (N, 1), the gradients
+        with respect to the hidden states, and to the head in fp32. others: as in token_losses."""
+        losses, d_logits = self.token_losses(hidden, head, targets, *others)
+        d_logits = (d_logits * scale).to(hidden.dtype)
+        return losses, d_logits @ head, (d_logits.t() @ hidden).float()
+
+    def token_losses(self, hidden, head, targets, teacher_hidden=None, teacher_head=None, first_row=0):
         """Returns the losses (N,) in nats, and the gradient of each with respect to its logits, (N, rows of the heads),
         which is undefined for targets without a loss. Along tensor, both heads are this rank's rows, from `first_row`
         on."""
-        logits = self.cap(F.linear(hidden, head).float())
+        logits = self.sharding.of_tokens(self.cap(F.linear(hidden, head).float()), first_row)
         by_text = self.sharding.log_softmax(logits)
         rows = self.sharding.count_from(first_row, targets)
         # (N, rows of the head). A target in another rank's rows, or an ignored one, equals no number here and adds 0.
@@ -117,6 +109,7 @@ class TokenLosses:
             losses = self.sharding.sum(losses)
         else:
             taught = self.teacher.cap(F.linear(teacher_hidden, teacher_head).float())
+            taught = self.sharding.of_tokens(taught, first_row)
             losses, d_capped = self._with_teacher(logits, by_text, taught, losses, d_capped)
         losses = torch.where(targets == IGNORE_INDEX, 0.0, losses)
         return losses, d_capped * self.cap.slope_at(logits)
@@ -138,31 +131,11 @@ class TokenLosses:
         return losses, (1 - weight) * d_cross_entropy + weight * temperature * d_divergence
 
 
-@dataclass(frozen=True)
-class ChunkBody:
-    """The body of ChunkedLoss on any device. It sums the mean over `num_tokens`."""
-    token_losses: TokenLosses
-    num_tokens: int
-
-    def __call__(self, index, carry, read, write, constants):
-        loss, d_head = carry
-        hidden, targets, *teacher_hidden = read
-        head, *others = constants
-        losses, d_logits = self.token_losses(hidden, head, targets, *teacher_hidden, *others)
-        scale = torch.where(targets == IGNORE_INDEX, 0.0, 1 / self.num_tokens)[:, None]
-        d_logits = (d_logits * scale).to(hidden.dtype)
-        loss = loss + losses.sum() / self.num_tokens
-        d_head = d_head + (d_logits.t() @ hidden).float()
-        return (loss, d_head), (d_logits @ head,)
-
-
 class ChunkedLoss(torch.autograd.Function):
     """A loss that is summed chunk by chunk.
 
-    body(index, (loss, d_head), (hidden, targets), write, (head,)) -> (loss, d_head), (d_hidden,): adds a chunk's loss
-        and its gradient with respect to the head, fp32, to those of earlier chunks, and returns the gradient of the
-        chunk's hidden states. With a teacher, its hidden states and head follow the model's own; along tensor, the
-        number of the heads' first row is the last constant
+    body: a ChunkBody. With a teacher, its of_chunk also gets the teacher's hidden states and head; along tensor, the
+        number of the heads' first row is the last argument
     chunk_tokens: the tokens of a chunk; in a loop at most, because all chunks have one size there
 
     On XLA, more than two chunks are a loop of the program, and the backward pass adds to the head's main_grad (see
@@ -173,7 +146,8 @@ class ChunkedLoss(torch.autograd.Function):
     # a backward pass that computes the logits again has four. It keeps as much as the hidden states and the head.
 
     @staticmethod
-    def forward(ctx, hidden, head, targets, teaching, body, chunk_tokens, sharding):
+    def forward(ctx, hidden, head, targets, teaching, body, chunk_tokens):
+        sharding = body.sharding
         tensors = [hidden, targets.long()]
         constants = sharding.head(head, hidden.dtype)
         if teaching is not None:
@@ -199,7 +173,7 @@ class ChunkedLoss(torch.autograd.Function):
         if ctx.is_on_xla:
             ctx.head.main_grad.add_(d_head)
             d_head = None
-        return d_hidden, d_head, None, None, None, None, None
+        return d_hidden, d_head, None, None, None, None
 
 
 def _run(body, sums, tensors, constants, chunk_tokens):

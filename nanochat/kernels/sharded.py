@@ -16,6 +16,8 @@ from nanochat.device.xla_ops import use_device_of, wait_for
 from nanochat.model.layers import Ranks
 from nanochat.model.models import DIVIDED_BY_INPUTS, UNDIVIDED
 
+NO_TOKEN = -1e9  # a logit whose exponential is 0, and whose differences are finite
+
 
 # A matrix (out, in) on a mesh of fsdp F and tensor T. Rank (f, t) holds (out / (F T), in): the f-th part of the t-th
 # part. `gather` makes (out / T, in) of it, the rows of the rank's own heads or hidden units, and x times these is
@@ -28,16 +30,21 @@ class Sharding:
     """The groups of ranks along the axes fsdp and tensor. An axis of one chip is (), and its operations are no-ops."""
     groups: tuple = ()
     tensor_groups: tuple = ()
+    # Tokens, if the ranks do not divide them: then tables end with rows of no token, which model/parts.py adds. These
+    # stay 0, because they get no gradient.
+    vocab_size: int | None = None
 
     @classmethod
-    def of_mesh(cls, mesh):
+    def of_mesh(cls, mesh, vocab_size):
+        """vocab_size: rows of the whole tables."""
         found = []
         for axis in ("fsdp", "tensor"):
             groups = ()
             if getattr(mesh, axis) > 1:
                 groups = tuple(map(tuple, mesh.groups(axis)))  # hashable
             found.append(groups)
-        return cls(*found)
+        is_padded = mesh.divides_weights and vocab_size % mesh.chips
+        return cls(*found, vocab_size if is_padded else None)
 
     # Along fsdp. "Whole" is what the ranks along it hold together: a slice of the weight, if tensor divides it too.
 
@@ -74,6 +81,10 @@ class Sharding:
 
     def _whole(self, name, part):
         part = self.gather(part, name)
+        if name == "lm_head":
+            if self.tensor_groups:
+                part = gather_in_groups(part, self.tensor_groups)
+            return part[:self.vocab_size] if self.vocab_size else part
         if not self.tensor_groups or part.dim() < 2 or name in UNDIVIDED:
             return part
         parts = gather_in_groups(part, self.tensor_groups)
@@ -129,6 +140,14 @@ class Sharding:
         # The ranks exchange the largest logit and the sum of exponentials: two numbers per token, not V.
         logits = logits - self.largest(logits.max(dim=-1, keepdim=True).values)
         return logits - self.sum(logits.exp().sum(dim=-1, keepdim=True)).log()
+
+    def of_tokens(self, logits, first_row):
+        """Returns logits (N, rows of the head), from `first_row` on, after the cap: those of rows without a token get
+        the probability 0."""
+        if self.vocab_size is None:
+            return logits
+        is_token = first_row + torch.arange(logits.size(1), device=logits.device) < self.vocab_size
+        return torch.where(is_token, logits, NO_TOKEN)
 
     def count_from(self, first_row, ids):
         """Returns the ids as numbers of this rank's rows of a table, counted from `first_row`."""

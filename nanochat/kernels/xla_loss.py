@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from nanochat.device.xla_ops import loop, use_device_of
 from nanochat.kernels import int8
 from nanochat.kernels.int8 import Rows
-from nanochat.kernels.loss import ChunkBody, ChunkedLoss, TokenLosses, equal_chunks
+from nanochat.kernels.loss import ChunkBody, ChunkedLoss, equal_chunks
 from nanochat.kernels.products import Int8
 from nanochat.kernels.sharded import WHOLE, Sharding
 from nanochat.model.layers import IGNORE_INDEX
@@ -68,17 +68,18 @@ def cross_entropy(chunk_tokens, sharding, hidden, head, targets, cap):
 def mean_loss(chunk_tokens, sharding, products, hidden, head, targets, cap, teaching=None):
     """See layers.Kernels. products: Plain or Int8. With a teacher, chunks are half as large, because two models have
     logits, and products are plain."""
-    if teaching is None and products == Int8():
+    new_body = ChunkBody
+    if teaching is not None:
+        chunk_tokens //= 2
+    elif products == Int8():
         # Two chunks, because the gradient in 8 bits needs memory beside the logits: the micro-step of depth 16 takes
         # 65.1 ms and 7.01 GiB on v5e, with one chunk 65.0 ms and 7.88 GiB.
         chunk_tokens = min(chunk_tokens, (len(hidden) + 1) // 2)
-        body = Int8Body(cap, sharding, len(hidden))
-    elif teaching is None:
-        body = _GradientBody(cap, sharding, len(hidden))
+        new_body = Int8Body
     else:
-        body = ChunkBody(TokenLosses(cap, teaching.terms, sharding), len(hidden))
-        chunk_tokens //= 2
-    return ChunkedLoss.apply(hidden, head, targets, teaching, body, chunk_tokens, sharding)
+        new_body = _FastBody
+    body = new_body(cap, sharding, len(hidden), teaching and teaching.terms)
+    return ChunkedLoss.apply(hidden, head, targets, teaching, body, chunk_tokens)
 
 
 @dataclass(frozen=True)
@@ -93,50 +94,39 @@ class _LossBody:
 
 
 @dataclass(frozen=True)
-class _GradientBody:
-    """The body of ChunkedLoss. It sums the mean over `num_tokens`."""
-    cap: LogitCap
-    sharding: Sharding
-    num_tokens: int
+class _FastBody(ChunkBody):
+    """A ChunkBody without a teacher."""
 
-    def __call__(self, index, carry, read, write, constants):
+    def of_chunk(self, index, scale, hidden, head, targets, first_row=0):
         import torch_xla.core.xla_model as xm
-        loss, d_head = carry
-        hidden, targets = read
-        head = constants[0]
-        losses, weights, of_target, total = _losses(self.cap, self.sharding, _logits(hidden, head), targets,
-                                                    *constants)
+        losses, weights, of_target, total = _losses(self.cap, self.sharding, _logits(hidden, head), targets, head,
+                                                    first_row)
         xm.optimization_barrier_([weights])  # else XLA keeps the logits, and both products compute exponentials again
-        scale = torch.where(targets == IGNORE_INDEX, 0.0, 1 / self.num_tokens)[:, None] / total
+        scale = scale / total
         # _with_targets is called twice, because a result that both products need would be written to HBM first.
-        d_head = d_head + (_with_targets(weights.t(), of_target.t()) @ (hidden * scale).to(hidden.dtype)).float()
+        d_head = (_with_targets(weights.t(), of_target.t()) @ (hidden * scale).to(hidden.dtype)).float()
         d_hidden = (_with_targets(weights, of_target) @ head) * scale
-        return (loss + losses.sum() / self.num_tokens, d_head), (d_hidden.to(hidden.dtype),)
+        return losses, d_hidden.to(hidden.dtype), d_head
 
 
 @dataclass(frozen=True)
-class Int8Body(_GradientBody):
+class Int8Body(ChunkBody):
     """The same with products of 8-bit integers. It runs on any device."""
 
-    def __call__(self, index, carry, read, write, constants):
-        loss, d_head = carry
-        hidden, targets = read
-        head = int8.rounded_weight(constants[0])
-        losses, weights, of_target, total = _losses(
-            self.cap, self.sharding, int8.linear(int8.rounded(hidden), head), targets, constants[0])
+    def of_chunk(self, index, scale, hidden, head, targets):
+        logits = int8.linear(int8.rounded(hidden), int8.rounded_weight(head))
+        losses, weights, of_target, total = _losses(self.cap, self.sharding, logits, targets, head)
         if hidden.device.type == "xla":
             import torch_xla.core.xla_model as xm
             xm.optimization_barrier_([weights])
-        scale = torch.where(targets == IGNORE_INDEX, 0.0, 1 / self.num_tokens)[:, None] / total
         # No number exceeds `total`, up to the rounding of bfloat16.
         d = int8.dithered_by_place(_with_targets(weights, of_target), 1.01 * total, index * len(hidden))
-        d = Rows(d.integers, d.scale * scale)
+        d = Rows(d.integers, d.scale * (scale / total))
         # Rounded by columns for this product. With the scales of its rows in d instead, the rows of rare tokens, whose
         # scales are small, got a gradient of noise.
-        columns = int8.rounded(constants[0], 0)
+        columns = int8.rounded(head, 0)
         d_hidden = int8.gradient_of_input(d, columns) * columns.scale
-        d_head = d_head + int8.sum_of_products(d, hidden)
-        return (loss + losses.sum() / self.num_tokens, d_head), (d_hidden.to(hidden.dtype),)
+        return losses, d_hidden.to(hidden.dtype), int8.sum_of_products(d, hidden)
 
 
 def _logits(hidden, head):
@@ -156,6 +146,7 @@ def _losses(cap, sharding, logits, targets, head, first_row=0):
     over the logits.
     """
     logits, slope = cap.with_slope(logits)
+    logits = sharding.of_tokens(logits, first_row)
     largest = 0.0
     if cap.needs_maximum:
         largest = sharding.largest(logits.max(dim=-1, keepdim=True).values)

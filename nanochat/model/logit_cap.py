@@ -47,11 +47,6 @@ class LogitCap:
         """Whether summing exponentials of capped logits in fp32 requires subtracting their maximum first."""
         return not 0 < self.softcap <= LARGEST_WITHOUT_MAXIMUM
 
-    @property
-    def as_softcap(self):
-        """cut-cross-entropy's argument for this cap, or None without one."""
-        return self.softcap or None
-
     def for_transformers(self):
         """Returns the cap's entries of an export's config.json, {name: value}. The NanoChat of transformers knows one
         name; modeling_nanochat_scaled.py reads the others."""

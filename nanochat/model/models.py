@@ -26,6 +26,7 @@ MODELS = {"gpt": GPTConfig, "llama": LlamaConfig}
 _WEIGHTS = [weight for config_class in MODELS.values() for weight in config_class.weights]
 DIVIDED_BY_INPUTS = frozenset(weight.name for weight in _WEIGHTS if weight.divides == "inputs")
 UNDIVIDED = frozenset(weight.name for weight in _WEIGHTS if not weight.is_divided)
+TABLES = frozenset(weight.name for weight in _WEIGHTS if weight.is_table)
 
 
 def _flags_of(config_class):

@@ -2,7 +2,8 @@
 
 There are two kinds of parts:
 - The model's: tensor first divides a stack of matrices (L, out, in) by outputs, or by inputs if it is in
-  weights.DIVIDED_BY_INPUTS, and a table (V, C) by rows. Then fsdp divides the rest by outputs and rows.
+  weights.DIVIDED_BY_INPUTS, and a table (V, C) by rows. Then fsdp divides the rest by outputs and rows. A table gets
+  rows of zeros until the chips divide them (see Sharding.vocab_size).
 - The optimizer's, fp32 weights and state, are divided among all ranks: whole matrices of L / ranks layers, because Muon
   needs them whole (padded with zeros if the ranks do not divide L), and V / ranks rows of a table. Apart from the order
   of a table's rows, they do not depend on the mesh. Checkpoints hold whole tensors.
@@ -11,7 +12,6 @@ from dataclasses import dataclass
 
 import torch
 
-from nanochat.common import BadInput
 from nanochat.device.collectives import (
     all_gather,
     exchange_in_groups,
@@ -22,7 +22,8 @@ from nanochat.device.collectives import (
 from nanochat.device.mesh import Mesh, require_divisible
 from nanochat.device.programs import one_program
 from nanochat.device.ranks import Dist
-from nanochat.model.models import DIVIDED_BY_INPUTS, UNDIVIDED
+from nanochat.model.config import in_whole
+from nanochat.model.models import DIVIDED_BY_INPUTS, TABLES, UNDIVIDED
 
 GATHER_BYTES = 2**30  # of a whole tensor that a device holds at a time while the ranks' parts go to the host
 
@@ -39,6 +40,8 @@ class Parts:
         if tensor.dim() < 2 or name in UNDIVIDED:
             return tensor
         _, fsdp, along_tensor = self.mesh.coordinates(self.dist.rank)
+        if name in TABLES and self.mesh.divides_weights:
+            tensor = _with_rows(tensor, -tensor.size(0) % self.mesh.chips)
         # Gathering goes the other way: fsdp first.
         tensor = tensor.chunk(self.mesh.tensor, _dim_along_tensor(name))[along_tensor]
         return tensor.chunk(self.mesh.fsdp, -2)[fsdp]
@@ -144,7 +147,7 @@ class Parts:
         if not self.mesh.divides_weights:
             return self.whole(part, length)
         if self._rows_are_divided(part):
-            length //= self.mesh.fsdp * self.mesh.tensor
+            length = in_whole(length, self.mesh.chips) // (self.mesh.fsdp * self.mesh.tensor)
         else:
             for axis, dim in reversed(self._exchanges(name)):
                 part = exchange_in_groups(part, self.mesh.groups(axis), split=dim, concat=0)
@@ -180,7 +183,7 @@ class Parts:
         return tensor.dim() == 2 and self.mesh.divides_weights
 
     def _padded(self, tensor):
-        # Tables on such a mesh need no padding: see require_divisible.
+        # The model's part of a table on such a mesh is padded already: see of_model.
         if self._rows_are_divided(tensor):
             return tensor
         return _with_rows(tensor, -tensor.size(0) % self.dist.world_size)
@@ -211,7 +214,3 @@ def require_parts(mesh, config):
         f"the width of the queries (--num_heads × head size){here}": config.n_head * config.head_dim // mesh.tensor,
         f"the width of keys and values (--num_kv_heads × head size){here}":
             config.n_kv_head * config.head_dim // mesh.tensor})
-    if config.vocab_size % mesh.chips:
-        raise BadInput(f"a mesh of {mesh} divides the vocabulary among all {mesh.chips} chips, and "
-                       f"{config.vocab_size} tokens cannot be divided by {mesh.chips}: use 1 along fsdp and tensor, or "
-                       f"a --tokenizer_dir with {-(-config.vocab_size // mesh.chips) * mesh.chips} tokens")

@@ -50,6 +50,10 @@ class Weight:
         return self.shape.startswith("L")
 
     @property
+    def is_table(self):
+        return self.shape.startswith("V")
+
+    @property
     def is_divided(self):
         """Whether ranks hold parts of it. A layer's scalars and vectors are whole on every rank."""
         return self.divides != "nothing"

@@ -92,7 +92,7 @@ class DeviceFlags:
 
 @dataclass(frozen=True)
 class KernelFlags(DeviceFlags):
-    kernel: str = flag("auto", "attention, loss and layers: auto, current, chunked, flash (TPU), cce (CUDA); "
+    kernel: str = flag("auto", "attention, loss and layers: auto, current, chunked, flash (TPU); "
                        "docs/training.md#kernels")
     products: str = flag("bfloat16", "layers and loss multiply in compute_dtype (bfloat16) or 8-bit integers (int8); "
                          "docs/training.md#products-in-8-bits", choices=("bfloat16", "int8"))

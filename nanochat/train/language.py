@@ -50,7 +50,8 @@ NEXT_TOKEN = Objective(next_token_loss)
 
 def make_model(plan):
     """Returns a Plan's model, on torch's default device and without initial weights."""
-    kernels = get_kernels(plan.kernel, plan.device_type, Sharding.of_mesh(plan.mesh), products=plan.products)
+    sharding = Sharding.of_mesh(plan.mesh, plan.config.vocab_size)
+    kernels = get_kernels(plan.kernel, plan.device_type, sharding, products=plan.products)
     return plan.config.new_model(plan.config, kernels, plan.dtype, plan.activation_checkpointing)
 
 

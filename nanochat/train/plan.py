@@ -168,8 +168,8 @@ def plan_mesh(devices, config, device_type, world_size):
 
 def plan_kernel(devices, config, device_type, mesh):
     """Returns the name of the kernels, for DeviceFlags. Raises BadInput if they cannot run this model here."""
-    kernels = get_kernels(kernel_for(config, devices.kernel, device_type), device_type, Sharding.of_mesh(mesh),
-                          products=devices.products)
+    kernels = get_kernels(kernel_for(config, devices.kernel, device_type), device_type,
+                          Sharding.of_mesh(mesh, config.vocab_size), products=devices.products)
     require_shapes(kernels.name, config, device_type)
     return kernels.name
 

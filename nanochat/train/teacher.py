@@ -72,7 +72,8 @@ def find_teacher(flags, plan, tokenizer, directory):
 def make_teacher(teacher, plan, dist, weights=None):
     """Returns the teacher's model on torch's default device, with the student's kernels and this rank's parts of
     `weights`, {name: whole weight}; without them its weights are meaningless."""
-    kernels = get_kernels(plan.kernel, plan.device_type, Sharding.of_mesh(plan.mesh))
+    sharding = Sharding.of_mesh(plan.mesh, teacher.config.vocab_size)
+    kernels = get_kernels(plan.kernel, plan.device_type, sharding)
     model = teacher.config.new_model(teacher.config, kernels, plan.dtype).requires_grad_(False).to(plan.dtype)
     if weights:
         shape_of = shapes(teacher.config)
