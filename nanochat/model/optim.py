@@ -12,7 +12,7 @@ from nanochat.device.collectives import all_reduce_sum
 from nanochat.device.mesh import Mesh
 from nanochat.device.programs import one_program
 from nanochat.model.models import UNDIVIDED
-from nanochat.model.rates import muon_momentum
+from nanochat.model.rates import AdamW, muon_momentum
 
 MUON_BETA2 = 0.95
 # Factors a, b, c of each step of Polar Express (arXiv 2505.16932), for matrices whose largest singular value is at most
@@ -32,27 +32,46 @@ class Scheduled(NamedTuple):
     bias2: torch.Tensor
 
 
-def adamw(p, exp_avg, exp_avg_sq, gradient, rule, betas, scheduled):
-    """Returns parameter p and its two averages after an update by `rule`, an AdamW."""
-    beta1, beta2 = betas
-    lr = rule.lr * scheduled.lr_multiplier
-    exp_avg = exp_avg.lerp(gradient, 1 - beta1)
-    exp_avg_sq = exp_avg_sq.lerp(gradient.square(), 1 - beta2)
-    if rule.weight_decay:
-        p = p * (1 - lr * rule.weight_decay)
-    step = rule.step(lr, exp_avg / scheduled.bias1, (exp_avg_sq / scheduled.bias2).sqrt())
-    return p - step, exp_avg, exp_avg_sq
+# A rule updates a weight. Its state is {kind: tensor}, which checkpoints name WEIGHT.KIND.
+class ByAdamW(NamedTuple):
+    """AdamW (arXiv 1711.05101)."""
+    rates: AdamW
+    betas: tuple
+
+    def new_state(self, weight):
+        return {"momentum": torch.zeros_like(weight), "second_moment": torch.zeros_like(weight)}
+
+    def update(self, weight, state, gradient, scheduled):
+        """Returns the weight and its state after an update."""
+        beta1, beta2 = self.betas
+        lr = self.rates.lr * scheduled.lr_multiplier
+        average = state["momentum"].lerp(gradient, 1 - beta1)
+        average_square = state["second_moment"].lerp(gradient.square(), 1 - beta2)
+        if self.rates.weight_decay:
+            weight = weight * (1 - lr * self.rates.weight_decay)
+        step = self.rates.step(lr, average / scheduled.bias1, (average_square / scheduled.bias2).sqrt())
+        return weight - step, {"momentum": average, "second_moment": average_square}
 
 
-# Muon (Jordan et al. 2024) makes the direction of an update orthogonal, evens out its neurons, and decays only weights
-# that the update shrinks as well.
-def muon(p, second_moment, direction, lr, weight_decay):
-    """Returns matrices p and the second moment of their neurons after an update along an orthogonal `direction`, with
-    NorMuon's normalisation."""
-    update, second_moment = normalise_neurons(direction, second_moment, MUON_BETA2)
-    update = update * max(1.0, p.size(-2) / p.size(-1)) ** 0.5  # the same root-mean-square for every shape
-    decay = weight_decay * cautious_weight_decay(p, update)
-    return p - lr * (update + decay), second_moment
+class ByMuon(NamedTuple):
+    """Muon (Jordan et al. 2024) makes the direction of an update orthogonal, evens out its neurons (NorMuon), and
+    decays only weights that the update shrinks as well. For stacks of matrices (L, m, n)."""
+    lr: float
+    weight_decay: float
+
+    def new_state(self, weight):
+        return {"momentum": torch.zeros_like(weight), "second_moment": torch.zeros_like(weight[..., :1])}
+
+    def update(self, weight, state, moved, scheduled):
+        """Returns the weights and their state after an update. moved: the new momentum, and the orthogonal direction
+        that follows from it."""
+        momentum, direction = moved
+        lr = self.lr * scheduled.lr_multiplier
+        update, second_moment = normalise_neurons(direction, state["second_moment"], MUON_BETA2)
+        # The same root-mean-square for every shape
+        update = update * max(1.0, weight.size(-2) / weight.size(-1)) ** 0.5
+        decay = self.weight_decay * cautious_weight_decay(weight, update)
+        return weight - lr * (update + decay), {"momentum": momentum, "second_moment": second_moment}
 
 
 def orthogonalised(stacks, dtype):
@@ -154,6 +173,7 @@ class MuonAdamW:
                 self.sharded.add(name)
         self.masters = {}
         self.state = {}
+        self.rule_of = {}
         placed = {}
         if weights is not None:
             placed = self._place(model, weights, shapes)
@@ -187,12 +207,20 @@ class MuonAdamW:
         return master
 
     def _create_state(self, name):
-        master = self.masters[name]
-        of_second_moment = master if name in self.rules.adam else master[..., :1]
-        self.state[f"{name}.momentum"] = torch.zeros_like(master)
-        self.state[f"{name}.second_moment"] = torch.zeros_like(of_second_moment)
+        adam = self.rules.adam.get(name)
+        rule = ByMuon(self.rules.matrix_lr, self.rules.matrix_weight_decay)
+        if adam:
+            rule = ByAdamW(adam, self.rules.betas)
+        self.rule_of[name] = rule
+        state = rule.new_state(self.masters[name])
         if self.rules.average_decay:
-            self.state[f"{name}.average"] = master.detach().clone()
+            state["average"] = self.masters[name].detach().clone()
+        self.state |= {f"{name}.{kind}": tensor for kind, tensor in state.items()}
+
+    def _state_of(self, name):
+        """Returns {kind: tensor} of a parameter."""
+        kinds = "momentum", "second_moment", "average"
+        return {kind: self.state[f"{name}.{kind}"] for kind in kinds if f"{name}.{kind}" in self.state}
 
     def scheduled(self, step):
         """Returns the numbers of `step` as a CPU tensor (4,), see Scheduled."""
@@ -221,12 +249,12 @@ class MuonAdamW:
         values = torch.stack(list(measured.values()))
         is_good = values.isfinite().all()  # the same on every rank, because the numbers are
         new_weights = {}  # of weights with a separate master
-        for name, new in self._updated(gradients, Scheduled(*scheduled.unbind())):
-            for held, tensor in zip(self._held(name), new, strict=True):
+        for name, new, new_state in self._updated(gradients, Scheduled(*scheduled.unbind())):
+            p, master, state = self.parameters[name], self.masters[name], self._state_of(name)
+            for held, tensor in [(master, new), *((state[kind], new_state[kind]) for kind in state)]:
                 held.copy_(torch.where(is_good, tensor, held))
-            p = self.parameters[name]
-            if self.masters[name] is not p:
-                new_weights[name] = self.masters[name].to(p.dtype)
+            if master is not p:
+                new_weights[name] = master.to(p.dtype)
         if self.parts:
             of_parts = {name: weight for name, weight in new_weights.items() if name in self.sharded}
             new_weights |= self.parts.new_weights(of_parts, self.lengths)
@@ -235,39 +263,28 @@ class MuonAdamW:
         self.clear(sums.values())
         return Measured(tuple(measured), values)
 
-    def _held(self, name):
-        """Returns what an update changes of a parameter: its master and its state, in the order of _create_state."""
-        held = [self.masters[name]]
-        for kind in ("momentum", "second_moment", "average"):
-            if f"{name}.{kind}" in self.state:
-                held.append(self.state[f"{name}.{kind}"])
-        return held
-
-    # The directions of all matrices come first: stacks of one shape are orthogonalised together. Then each weight gets
-    # its new tensors, in the order of _held, so that `update` can choose between them and the old ones.
     def _updated(self, gradients, scheduled):
-        """Yields (name, new tensors in the order of _held) of each parameter."""
-        rules = self.rules
-        momentum = scheduled.momentum
+        """Yields (name, new master, new state) of each parameter, so that `update` can choose between them and the old
+        ones."""
+        moved = self._moved({name: gradient for name, gradient in gradients.items() if name not in self.rules.adam},
+                            scheduled.momentum)
+        for name in self.parameters:
+            master, state = self.masters[name], self._state_of(name)
+            new, new_state = self.rule_of[name].update(master, state, moved.get(name, gradients[name]), scheduled)
+            if self.rules.average_decay:
+                new_state["average"] = state["average"].lerp(new, 1 - self.rules.average_decay)
+            yield name, new, new_state
+
+    def _moved(self, gradients, momentum):
+        """Returns {name: what ByMuon gets} for gradients {name: (L, m, n)}: all matrices at once, because stacks of one
+        shape are orthogonalised together."""
         averages = {}
         nesterov = {}  # Nesterov's momentum
         for name, gradient in gradients.items():
-            if name not in rules.adam:
-                averages[name] = momentum * self.state[f"{name}.momentum"] + (1 - momentum) * gradient
-                nesterov[name] = momentum * averages[name] + (1 - momentum) * gradient
-        directions = orthogonalised(nesterov, rules.matrix_dtype)
-        for name in self.parameters:
-            master, *state = self._held(name)
-            rule = rules.adam.get(name)
-            if rule:
-                new = adamw(master, *state[:2], gradients[name], rule, rules.betas, scheduled)
-            else:
-                lr = rules.matrix_lr * scheduled.lr_multiplier
-                master, second_moment = muon(master, state[1], directions[name], lr, rules.matrix_weight_decay)
-                new = master, averages[name], second_moment
-            if rules.average_decay:
-                new = *new, state[-1].lerp(new[0], 1 - rules.average_decay)
-            yield name, new
+            averages[name] = momentum * self.state[f"{name}.momentum"] + (1 - momentum) * gradient
+            nesterov[name] = momentum * averages[name] + (1 - momentum) * gradient
+        directions = orthogonalised(nesterov, self.rules.matrix_dtype)
+        return {name: (averages[name], directions[name]) for name in averages}
 
     def clear(self, sums=()):
         """Sets the sums of gradients and `sums` to zero, as every update does at its end."""
