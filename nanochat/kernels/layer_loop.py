@@ -81,7 +81,8 @@ def run_layers(layer, x, stacks, windows, tables, keeps_input_only=False, values
         per_layer.append(values.numbers)
         array = values.array
         width = array.size(-1) // values.count
-    loops = _Loops(layer, type(stacks), windows is not None, width, keeps_input_only or layer.by_hand is None)
+    loops = _Loops(layer, type(stacks), windows is not None, len(tables), width,
+                   keeps_input_only or layer.by_hand is None)
     return _AllLayers.apply(x, array, per_layer, tables, loops, torch.is_grad_enabled(), *stacks)
 
 
@@ -140,24 +141,25 @@ class _Loops:
     layer: Layer
     weights_type: Any
     has_windows: bool
+    num_tables: int
     value_width: int  # 0: no layer adds to attention's values
     keeps_input_only: bool
 
     def given(self, read, constants):
         """Returns a layer's Given, from the slices of what the loops read, and from their constants."""
-        x0, *tables = constants
+        x0, *others = constants
         # The weights are gathered in the body of the loop, so those of one layer are whole at a time.
         tensors = iter(read)
         weights = []
         for name in self.weights_type._fields:
             weights.append(self.layer.products.read(tensors, name, x0.dtype, self.layer.sharding.gather))
-        window = number = values = None
-        if self.has_windows:
-            window = next(tensors)
+        window = next(tensors) if self.has_windows else None
+        number = values = None
         if self.value_width:
             number = next(tensors)
-            values = tables.pop()
-        return Given(x0, self.weights_type(*weights), window, tables, number, values, self.value_width)
+            values = others[self.num_tables]
+        return Given(x0, self.weights_type(*weights), window, others[:self.num_tables], number, values,
+                     self.value_width)
 
 
 @dataclass(frozen=True)
@@ -208,18 +210,18 @@ class _BackwardBody:
 def _differentiated(layer, x, d_out, given):
     """Computes the layer again, and returns the gradients of x, of x0, of the value, and of the weights."""
     value = given.value()
-    tensors = [x, given.x0, *given.weights]
-    if value is not None:
-        tensors.append(value)
+    end = 2 + len(given.weights)  # x, x0, the weights, and the value if there is one
     with torch.enable_grad():
+        tensors = [x, given.x0, *given.weights, *([] if value is None else [value])]
         tensors = [tensor.detach().requires_grad_() for tensor in tensors]
-        x, x0, *weights = tensors
         if value is not None:
-            value = weights.pop()
-        out = layer.forward(x, x0, type(given.weights)(*weights), given.window, given.tables, value)
-        d_x, d_x0, *d_weights = torch.autograd.grad(out, tensors, d_out, materialize_grads=True)
-    d_value = None if value is None else d_weights.pop()
-    return d_x, d_x0, d_value, d_weights
+            value = tensors[end]
+        weights = type(given.weights)(*tensors[2:end])
+        out = layer.forward(*tensors[:2], weights, given.window, given.tables, value)
+        gradients = torch.autograd.grad(out, tensors, d_out, materialize_grads=True)
+    d_x, d_x0 = gradients[:2]
+    d_value = None if value is None else gradients[end]
+    return d_x, d_x0, d_value, gradients[2:end]
 
 
 def _slot(stack, index):
