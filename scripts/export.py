@@ -1,9 +1,7 @@
-"""Exports a checkpoint for other programs: a folder for Hugging Face's transformers, a file for llama.cpp, or one
-file of weights:
+"""Exports a checkpoint for other programs: a folder for Hugging Face's transformers, or a file for llama.cpp:
 
     python3 -m scripts.export --checkpoint=RUN --out=my_model
     python3 -m scripts.export --checkpoint=RUN --out=my_model.gguf
-    python3 -m scripts.export --checkpoint=RUN --format=safetensors --out=my_model.safetensors
 
 It replaces an existing export only with --force. An incomplete one never has the name --out.
 """
@@ -23,14 +21,10 @@ from nanochat.infer.load import load_model
 from nanochat.infer.prompt import fills_gaps
 from nanochat.record.history import read_run
 
-FORMATS = ("transformers", "safetensors")
-
 
 @dataclass(frozen=True)
 class Flags(TokenizerFlags):
-    out: Path | None = flag(None, "folder to make, *.gguf, or *.safetensors with --format=safetensors",
-                            of=expand_path)
-    format: str = flag("transformers", "a folder for transformers, or one file of weights", choices=FORMATS)
+    out: Path | None = flag(None, "folder to make, or *.gguf", of=expand_path)
     gguf: str | None = flag(None, "the type of the matrices in a *.gguf; default: f16", choices=llama_cpp.KINDS)
     checkpoint: str = flag("", "a run (its newest checkpoint), RUN/step_000100 or a path; none: the newest",
                            of=not_empty)
@@ -41,14 +35,12 @@ def main(argv=None):
     (flags,) = read_flags(argv, __doc__, {Flags: "flags"})
     if flags.out is None:
         raise BadInput("--out is needed: name the folder or file to make")
-    if (flags.format == "safetensors") != (flags.out.suffix == ".safetensors"):
-        raise BadInput(f"--out={flags.out} does not fit --format={flags.format}: only safetensors ends in .safetensors")
-    is_gguf = flags.out.suffix == ".gguf"
+    is_gguf = flags.out.suffix == export.GGUF
     if flags.gguf and not is_gguf:
         raise BadInput(f"--gguf={flags.gguf} is for a file of llama.cpp, and --out={flags.out} does not end in .gguf")
     if is_gguf:
         llama_cpp.require_package()
-    elif flags.format == "transformers":
+    else:
         export.check_copy()
     out = Path(os.path.abspath(flags.out))
     export.check_place(out, flags.force)
@@ -64,8 +56,6 @@ def main(argv=None):
             export.check_exportable(model)
             if is_gguf:
                 llama_cpp.write_gguf(folder / "model.gguf", path, model, tokenizer, meta, flags.gguf or "f16")
-            elif flags.format == "safetensors":
-                export.write_safetensors(folder, model, meta)
             else:
                 card = model_card.write_card(
                     path.parent.name, model, meta, tokenizer, run=metrics_until(path, meta.step),
@@ -80,7 +70,7 @@ def main(argv=None):
         print("In its gaps the suffix comes first: start llama-server with --spm-infill")
     if is_gguf and flags.gguf != "q8_0":
         print(f"Fewer bits a weight: llama-quantize {out} {out.with_suffix('')}-Q4_K_M.gguf Q4_K_M")
-    elif not is_gguf and flags.format == "transformers":
+    elif not is_gguf:
         trust = ", trust_remote_code=True" if export.is_scaled(model) else ""
         print(f'Load it with AutoModelForCausalLM.from_pretrained("{out}"{trust}); {out / llama.CARD} says more.')
 

@@ -1,6 +1,6 @@
-"""Writes a checkpoint as files for other programs: safetensors, and a folder for Hugging Face's transformers.
+"""Writes a checkpoint as a folder for Hugging Face's transformers, without needing transformers.
 
-Neither needs transformers. A model of the Llama family is one of transformers' own (llama.py). A GPT without a scaled
+A model of the Llama family is one of transformers' own (llama.py). A GPT without a scaled
 residual stream, windows, shifted keys, gates and value embeddings is a `nanochat` of transformers. Any other needs
 modeling_nanochat_scaled.py, which is copied beside it.
 """
@@ -8,10 +8,8 @@ import contextlib
 import json
 import os
 import shutil
-from dataclasses import asdict, fields
+from dataclasses import fields
 from pathlib import Path
-
-from safetensors import SafetensorError, safe_open
 
 from nanochat.checkpoint.on_disk import SUMS, sums_text, sync_to_disk
 from nanochat.checkpoint.pieces import save_tensors
@@ -25,7 +23,7 @@ from nanochat.model.tiny import require_unchanged
 
 CODE = "modeling_nanochat_scaled"
 MODEL = "model.safetensors"
-ONE_FILE = (".safetensors", ".gguf")  # the other exports are folders
+GGUF = ".gguf"  # a file, where another export is a folder
 FILES = {MODEL, llama.CARD, SUMS, f"{CODE}.py", "config.json", "generation_config.json", "tokenizer.json",
          "tokenizer_config.json"}
 # The names of a layer's weights in transformers, for those of weights.WEIGHTS.
@@ -178,20 +176,13 @@ def _write_small_files(folder, model, tokenizer):
     (folder / "tokenizer.json").write_text(tokenizer_json(tokenizer), encoding="utf-8")
 
 
-def write_safetensors(folder, model, meta):
-    """Writes the weights to `folder`/MODEL. Its header holds the config as JSON, the step, the tokenizer's hash."""
-    save_tensors(weights(model, meta), folder / MODEL, {
-        "format": "pt", "config": json.dumps(asdict(model.config)), "step": str(meta.step),
-        "tokenizer_sha256": meta.tokenizer_sha256})
-
-
 def check_place(out, force):
     """Raises BadInput unless the folder or file `out` may be written: it is new, or an export and `force`."""
     try:
         if out.is_symlink():
             raise BadInput(f"--out={out} is a symbolic link: name its target")
         is_there = out.is_file() or out.is_dir() and any(out.iterdir())
-        is_other_kind = out.exists() and out.is_dir() == (out.suffix in ONE_FILE)
+        is_other_kind = out.exists() and out.is_dir() == (out.suffix == GGUF)
         if is_other_kind or is_there and not _is_export(out):
             raise BadInput(f"--out={out} is something else than an export: name another place")
     except OSError as error:
@@ -205,19 +196,13 @@ def _is_export(out):
     if out.is_dir():
         found = {path.name for path in out.iterdir()}
         return SUMS in found and all(name in FILES or llama.matches(name, llama.SMALL_FILES) for name in found)
-    if out.suffix == ".gguf":
-        return llama_cpp.is_file_of_ours(out)
-    try:
-        with safe_open(out, "pt") as file:
-            return "tokenizer_sha256" in (file.metadata() or {})
-    except SafetensorError:
-        return False
+    return out.suffix == GGUF and llama_cpp.is_file_of_ours(out)
 
 
 @contextlib.contextmanager
 def new_place(out, force, needed_bytes):
     """Yields an empty folder OUT.PID.partial. When the block ends, the folder takes the name `out`, or its file
-    model.safetensors or model.gguf does. If the block fails, `out` stays unchanged. Raises BadInput if the folder
+    model.gguf does. If the block fails, `out` stays unchanged. Raises BadInput if the folder
     cannot be made, or the disk has not `needed_bytes`."""
     check_place(out, force)
     partial = out.with_name(f"{out.name}.{os.getpid()}.partial")
@@ -235,8 +220,8 @@ def new_place(out, force, needed_bytes):
         for path in (*partial.iterdir(), partial):
             sync_to_disk(path)
         check_place(out, force)  # another export may have finished meanwhile
-        if out.suffix in ONE_FILE:
-            (partial / f"model{out.suffix}").replace(out)
+        if out.suffix == GGUF:
+            (partial / "model.gguf").replace(out)
         else:
             # A rename cannot replace a folder that is not empty, so the old one steps aside. A kill between the two
             # renames leaves both under other names: --out is missing, but never half.

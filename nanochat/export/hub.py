@@ -31,7 +31,6 @@ from nanochat.export.llama import CARD, CONFIG, SMALL_FILES, matches, read_confi
 from nanochat.model.weights import shapes
 from nanochat.run.processes import exclusive_use
 
-INDEX = on_disk.index_of(MODEL)
 WEIGHT_FILES = ("model*.safetensors",)
 DOWNLOAD = ".download"  # in the run's folder: what a kill leaves there, the next attempt continues
 OUTAGE_S = 60
@@ -65,7 +64,7 @@ def import_model(place, directory, max_seq_len=None):
 def _write_checkpoint(folder, source, max_seq_len):
     """Writes the files of a checkpoint to the folder, and returns its Meta. What can be refused without the weights is
     refused before they are fetched."""
-    source.fetch((*SMALL_FILES, INDEX))
+    source.fetch(SMALL_FILES)
     small = {path.name: path.read_bytes() for path in source.paths(SMALL_FILES)}
     found, config = _read_config(source, small, max_seq_len)
     with zipfile.ZipFile(folder / SOURCE, "w") as file:
@@ -226,8 +225,7 @@ def _opened(path):
 
 
 def find_tensors(source):
-    """Returns {name: Stored} of all tensors in the files of a Source. Raises BadInput if a tensor is in two of them, or
-    if they are not as their index says."""
+    """Returns {name: Stored} of all tensors in the files of a Source. Raises BadInput if a tensor is in two of them."""
     stored = {}
     for path in source.paths(WEIGHT_FILES):
         with _opened(path) as tensors:
@@ -240,23 +238,7 @@ def find_tensors(source):
         pickles = sorted(path.name for path in source.folder.glob("*.bin"))
         also = f" (but {pickles[0]}, a pickle, which may run any program)" if pickles else ""
         raise BadInput(f"{source.name} has no {MODEL}{also}: give a model with safetensors")
-    if (source.folder / INDEX).exists():
-        _require_index(source.path_of(INDEX), stored)
     return stored
-
-
-def _require_index(path, stored):
-    """Raises BadInput unless the index at `path` has each tensor in its file, and no others."""
-    is_in = {name: tensor.path.name for name, tensor in stored.items()}
-    try:
-        place = json.loads(path.read_bytes())["weight_map"]
-        differing = sorted(dict(place.items() ^ is_in.items()))
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise BadInput(f"{path} is no index of weights ({error}): copy it again") from None
-    if differing:
-        name = differing[0]
-        raise BadInput(f"{path} has {name} in {place.get(name, 'no file')}, and it is in {is_in.get(name, 'none')}: "
-                       "copy the whole model again")
 
 
 def _require_tensors(source, stored, config):

@@ -20,6 +20,7 @@ OTHER_MODELS = ("teacher", "init_from", "decay_from")  # flags that name one
 OF_TEACHER = ("kd_weight", "kd_temperature")
 SHOWN = {"val_bpb": "validation, bits per byte", "fim_bpb": "middles, bits per byte", "loss": "loss, nats a token"}
 PARTS = {"gpt": "QK-norm, ReLU², RMSNorm without parameters", "llama": "SwiGLU, RMSNorm with weights"}
+NEEDS_CODE = " The folder's code computes what transformers' own NanoChat lacks."
 CARD = """\
 ---
 library_name: transformers
@@ -32,17 +33,7 @@ tags: [code, cpp]
 A base model of {parameters:,} parameters for C and C++, pre-trained with nanochat-tpu (step {step:,}): {architecture}.
 Besides: rotary positions, {parts}, a byte-level BPE, weights in fp32.
 
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer  # 5.23.0 is tested
-
-folder = "."  # where this file is
-tokenizer = AutoTokenizer.from_pretrained(folder{trust})
-model = AutoModelForCausalLM.from_pretrained(folder{trust})
-inputs = tokenizer("int main(int argc", return_tensors="pt")
-print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0]))
-```
-
-- `trust_remote_code=True`, where it stands, runs this folder's code for what transformers' own NanoChat lacks.
+- `AutoModelForCausalLM.from_pretrained(FOLDER{trust})` of transformers loads it; 5.23.0 is tested.{why_trust}
 - {gaps}
 - Last metrics: {metrics}.
 - Tokenizer: sha256 `{tokenizer_sha256}`. Recipe:
@@ -105,7 +96,8 @@ def write_card(name, model, meta, tokenizer, *, run, manifest, is_scaled):
     return CARD.format(
         **since, parameters=sum(p.numel() for p in model.parameters()), architecture=describe(model.config),
         parts=PARTS[model.config.arch], max_seq_len=model.config.max_seq_len,
-        trust=", trust_remote_code=True" if is_scaled else "", tokenizer_sha256=meta.tokenizer_sha256)
+        trust=", trust_remote_code=True" if is_scaled else "", why_trust=NEEDS_CODE if is_scaled else "",
+        tokenizer_sha256=meta.tokenizer_sha256)
 
 
 def describe_gaps(tokenizer, share):

@@ -18,8 +18,7 @@ from nanochat.common import BadInput
 from nanochat.data.tokenizer import load_tokenizer
 from nanochat.kernels.choose import get_kernels
 from nanochat.model.config import GPTConfig
-from nanochat.model.gpt import GPT
-from nanochat.model.llama import Llama, LlamaConfig
+from nanochat.model.llama import LlamaConfig
 from scripts import export
 from tests.checkpoint.states import make_meta, names
 from tests.export.test_hub import MODELS, change_json, import_to, tensors_in, write_model
@@ -82,8 +81,8 @@ def entries(file):
     return {name: field.contents() for name, field in gguf.GGUFReader(file).fields.items()}
 
 
-@pytest.mark.parametrize("flags", [[], ["--gguf=q8_0"]])
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind, flags", [
+    *((kind, []) for kind in MODELS), ("llama tied", ["--gguf=q8_0"]), ("qwen2", ["--gguf=q8_0"])])
 def test_transformers_reads_the_same_weights_and_sizes(tmp_path, base_dir, kind, flags):
     imported(tmp_path, kind)
     out = export_to(tmp_path / "model.gguf", *flags)
@@ -159,15 +158,19 @@ def test_only_a_coder_of_qwen_gets_names_of_files_before_a_gap(tmp_path, base_di
     assert "<reponame>" in found["tokenizer.ggml.tokens"] and "tokenizer.ggml.eot_token_id" not in found
 
 
-def test_a_model_from_nothing_begins_and_ends_texts_as_in_its_training(tmp_path, base_dir):
-    write_tokenizer(tmp_path)
-    tokenizer = load_tokenizer(tmp_path)
-    config = LlamaConfig(vocab_size=512, n_layer=1, n_embd=32, n_head=2, n_kv_head=1, head_dim=16, mlp_dim=64,
-                         max_seq_len=64, max_positions=64)
-    model = Llama(config, get_kernels("current", "cpu"))
-    model.init_weights()
+def save_new(base_dir, tokenizer, config):
+    """Saves a model that began from nothing as the newest checkpoint of the run `imported`."""
+    model = config.new_model(config, get_kernels("current", "cpu")).init_weights()
     save_checkpoint(base_dir / "checkpoints" / "imported", model.state_dict(), {}, make_meta(
         7, config=asdict(config), tokenizer_sha256=tokenizer.sha256), num_lanes=0)
+
+
+NEW = {"vocab_size": 512, "n_layer": 1, "n_embd": 32, "n_head": 2, "n_kv_head": 1, "max_seq_len": 64}
+
+
+def test_a_model_from_nothing_begins_and_ends_texts_as_in_its_training(tmp_path, base_dir):
+    write_tokenizer(tmp_path)
+    save_new(base_dir, load_tokenizer(tmp_path), LlamaConfig(**NEW, head_dim=16, mlp_dim=64))
     found = entries(export_to(tmp_path / "a.gguf", f"--tokenizer_dir={tmp_path}"))
     assert found["general.name"] == "imported" and found["nanochat.step"] == 7
     assert (found["tokenizer.ggml.bos_token_id"], found["tokenizer.ggml.eos_token_id"]) == (258, 258)
@@ -192,7 +195,6 @@ def test_what_llama_cpp_would_compute_otherwise_is_refused_and_nothing_is_left(t
     weights["mlp_in"][0, 0, 0] = np.inf
     change(path, mlp_in=weights["mlp_in"])
     refused("blk.0.ffn_up.weight.*not finite", "--gguf=q8_0")
-    refused("--format=safetensors", "--format=safetensors")
     with mock.patch.dict(sys.modules, gguf=None):
         refused(r"package gguf.*pip install '.\[gguf\]'")
     with pytest.raises(BadInput, match="--gguf=q8_0.*/folder does not end in .gguf"):
@@ -213,25 +215,13 @@ def test_a_tokenizer_that_splits_otherwise_is_refused_by_name(tmp_path, base_dir
         export_to(tmp_path / "a.gguf")
 
 
-def test_a_gpt_is_refused(tmp_path, base_dir):
-    config = GPTConfig(vocab_size=65_536, n_layer=1, n_embd=128, n_head=1, n_kv_head=1, max_seq_len=32)
-    model = GPT(config, get_kernels("current", "cpu"))
-    model.init_weights()
-    save_checkpoint(base_dir / "checkpoints" / "imported", model.state_dict(), {}, make_meta(
-        config=asdict(config), tokenizer_sha256=load_tokenizer(None).sha256), num_lanes=0)
-    with pytest.raises(BadInput, match="GPT.*--arch=llama"):
-        export_to(tmp_path / "a.gguf")
-
-
-def test_biases_with_heads_of_another_size_are_refused(tmp_path, base_dir):
+@pytest.mark.parametrize("config, words", [
+    (GPTConfig(**NEW), "GPT.*--arch=llama"),
+    (LlamaConfig(**NEW, head_dim=32, mlp_dim=64, qkv_bias=True), "qwen2.*32 / 2.*have 32")])
+def test_models_that_llama_cpp_does_not_know_are_refused(tmp_path, base_dir, config, words):
     write_tokenizer(tmp_path)
-    config = LlamaConfig(vocab_size=512, n_layer=1, n_embd=32, n_head=2, n_kv_head=1, head_dim=32, mlp_dim=64,
-                         max_seq_len=64, max_positions=64, qkv_bias=True)
-    model = Llama(config, get_kernels("current", "cpu"))
-    model.init_weights()
-    save_checkpoint(base_dir / "checkpoints" / "imported", model.state_dict(), {}, make_meta(
-        config=asdict(config), tokenizer_sha256=load_tokenizer(tmp_path).sha256), num_lanes=0)
-    with pytest.raises(BadInput, match="qwen2.*32 / 2.*have 32"):
+    save_new(base_dir, load_tokenizer(tmp_path), config)
+    with pytest.raises(BadInput, match=words):
         export_to(tmp_path / "a.gguf", f"--tokenizer_dir={tmp_path}")
 
 

@@ -205,37 +205,17 @@ def in_config(**values):
     return change_json("config.json", **values)
 
 
-def shard(folder):
-    """Divides the tensors into two files, and returns their index."""
-    tensors = load_file(folder / "model.safetensors")
-    (folder / "model.safetensors").unlink()
-    weight_map = {}
-    for number, part in enumerate((sorted(tensors)[:5], sorted(tensors)[5:])):
-        save_file({name: tensors[name] for name in part}, folder / f"model-{number}.safetensors")
-        weight_map |= dict.fromkeys(part, f"model-{number}.safetensors")
-    return weight_map
-
-
-def write_index(folder, weight_map):
-    (folder / hub.INDEX).write_text(json.dumps({"weight_map": weight_map}))
-
-
-def have_a_stale_index(folder):
-    weight_map = shard(folder)
-    write_index(folder, weight_map | {"model.norm.weight": "model-0.safetensors"})
-
-
-def lack_a_shard(folder):
-    write_index(folder, shard(folder))
-    (folder / "model-1.safetensors").unlink()
-
-
-def have_a_tensor_twice(folder):
-    weight_map = shard(folder)
-    first = load_file(folder / "model-0.safetensors")
-    second = load_file(folder / "model-1.safetensors")
-    save_file(first | dict([next(iter(second.items()))]), folder / "model-0.safetensors")
-    write_index(folder, weight_map)
+def divided(change):
+    """Divides the tensors into two files, which change(first, second) changes."""
+    def apply(folder):
+        tensors = load_file(folder / "model.safetensors")
+        (folder / "model.safetensors").unlink()
+        parts = [{name: tensors[name] for name in part} for part in (sorted(tensors)[:5], sorted(tensors)[5:])]
+        change(*parts)
+        for number, part in enumerate(parts):
+            if part:
+                save_file(part, folder / f"model-{number}.safetensors")
+    return apply
 
 
 def have_only_a_pickle(folder):
@@ -313,12 +293,9 @@ LIES = {
     "only a pickle": (have_only_a_pickle, ["pytorch_model.bin", "pickle"]),
     "weights elsewhere": (link_to("model.safetensors"), ["model.safetensors", "link"]),
     "a tokenizer elsewhere": (link_to("tokenizer.json"), ["tokenizer.json", "link"]),
-    "a stale index": (have_a_stale_index, ["model.norm.weight", "model-0.safetensors"]),
-    "both kinds of files": (lambda folder: write_index(folder, {}), ["index.json", "no file"]),
-    "an index out of the folder": (lambda folder: write_index(
-        folder, dict.fromkeys(shard(folder), "../model-0.safetensors")), ["index"]),
-    "a missing shard": (lack_a_shard, ["model-1.safetensors", "none"]),
-    "a tensor twice": (have_a_tensor_twice, ["model-0.safetensors", "model-1.safetensors"]),
+    "a missing shard": (divided(lambda first, second: second.clear()), ["model.layers.1", "missing"]),
+    "a tensor twice": (divided(lambda first, second: first.update([next(iter(second.items()))])),
+                       ["model-0.safetensors", "model-1.safetensors"]),
 }
 
 

@@ -1,6 +1,5 @@
 """The tokenizer.json of an export gives the ids of the tokenizer, and is read back."""
 import json
-import random
 
 import pytest
 
@@ -54,22 +53,3 @@ def test_a_tokenizer_of_the_library_is_written_as_it_was(tmp_path):
 ])
 def test_only_patterns_that_both_libraries_read_alike_are_taken(pattern, alike):
     assert bool(tokenizer_json.ALIKE.fullmatch(pattern)) == alike
-
-
-def test_the_last_pair_is_that_of_merging_one_pair_after_the_other():
-    rng = random.Random(0)
-    for _ in range(300):
-        tokens = [b"a", b"b", b"c"]
-        for _ in range(rng.randint(0, 12)):
-            tokens.append(rng.choice(tokens) + rng.choice(tokens))
-        ranks = {token: rank for rank, token in enumerate(dict.fromkeys(tokens))}
-        for token in [*ranks, bytes(rng.choices(b"abc", k=40))]:
-            rank = ranks.get(token, rng.randint(0, len(ranks)))
-            parts = [bytes([byte]) for byte in token]
-            while len(parts) > 2:
-                found = [ranks.get(left + right, rank) for left, right in zip(parts, parts[1:], strict=False)]
-                if min(found) >= rank:
-                    break
-                i = found.index(min(found))
-                parts[i:i + 2] = [parts[i] + parts[i + 1]]
-            assert tokenizer_json.last_pair(token, rank, ranks) == tuple(parts)
