@@ -78,6 +78,8 @@ def evaluate_checkpoint(flags, path, seq_len, shards, mesh, dist):
     if found.is_whole_text:
         whole = " (the whole text, which is shorter than --eval_tokens)"
     print0(f"{about}: {found.bits_per_byte:.4f} bits per byte over {found.num_bytes:,} bytes{whole}")
+    if tokenizer.losses:
+        print0(f"note: these bytes are what the tokens stand for. Not all text comes back: {tokenizer.losses}")
 
 
 def print_middles(tokenizer, seed, evaluate):

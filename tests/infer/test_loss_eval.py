@@ -1,6 +1,7 @@
 """Bits per byte against the formula, and views of rows in which only middles count."""
 import math
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -43,6 +44,15 @@ def test_a_text_that_is_shorter_than_what_is_asked_for_counts_once(evaluate, cor
     texts = pq.read_table(corpus_dir / "val").column("text").to_pylist()
     size = sum(len(text.encode()) for text in texts)
     assert found.is_whole_text and 0.9 * size < found.num_bytes <= size
+
+
+def test_bytes_are_those_that_the_tokens_stand_for_where_a_tokenizer_changes_text(tmp_path):
+    text = 5 * "// cafe\u0301\n"  # 10 bytes a line, and 9 in NFC
+    pq.write_table(pa.table({"text": [text]}), tmp_path / "shard_00000.parquet")
+    tokenizer = hub_tokenizer(qwen)
+    with DataLoader(open_shards(list_shards(tmp_path)), tokenizer, Rows(1, seq_len=32), num_rows=9) as rows:
+        found = bits_per_byte(lambda ids, targets: torch.zeros(targets.shape), rows, tokenizer.token_bytes(), CPU)
+    assert found.num_bytes == 5 * len("// caf\u00e9\n".encode()) < len(text.encode()) and found.is_whole_text
 
 
 def test_the_text_is_whole_only_if_every_lane_has_come_to_its_end(evaluate, monkeypatch):
