@@ -1,8 +1,8 @@
 """Records Vim with llama.vim in docs/vim.svg and docs/context.svg, and the page at / in docs/page.png, from a server.
 
     pip install asciinema==2.4.0 termtosvg==1.1.0
-    python3 -m scripts.serve --checkpoint=NAME --quantize=int8
-    LLAMA_VIM=~/llama.vim python3 -m dev.record http://127.0.0.1:8012
+    python3 -m scripts.serve --checkpoint=NAME
+    LLAMA_VIM=~/llama.vim python3 -m dev.record http://127.0.0.1:8012 [vim] [context] [page]
 
 LLAMA_VIM is a checkout of ggml-org/llama.vim. Vim, tmux and Chromium are needed. Pauses are as they were, but for
 frames of under 80 ms, which are joined: what is shown is the true speed of that model on that machine.
@@ -26,18 +26,18 @@ FILE = """\
 namespace text {
 
 class Buffer {
+  std::vector<std::string> lines_;
+
  public:
   size_t size() const {
   }
-
- private:
-  std::vector<std::string> lines_;
 };
 
 }  // namespace text
 """
 # Each is typed behind the line that begins the pair. Then comes Tab, if a completion is shown within SHOWN_S.
-TYPED = (("  size_t size() const {", "    return "), ("  }", "  bool empty() const { re"))
+TYPED = (("  size_t size() const {", "    return "), ("  }", "  bool empty() const { re"),
+         ("  bool empty.*", "  void append(const std::string& line) { "))
 SHOWN_S, KEY_S = 6, 0.12
 # main.cpp calls what progress.h declares. Vim opens it once alone, and once behind progress.h.
 HEADER = """\
@@ -66,7 +66,8 @@ def record_vim(url, plugin, folder):
     """Writes docs/vim.svg."""
     (folder / "buffer.h").write_text(FILE)
     (folder / "vimrc").write_text(VIMRC.format(url=url, plugin=plugin) + "set laststatus=0\n"
-                                  "let g:llama_config['ring_n_chunks'] = 0\n")
+                                  "let g:llama_config['ring_n_chunks'] = 0\n"
+                                  "let g:llama_config['stop_strings'] = [\"\\n\"]\n")  # one line at a time
     terminal = start(folder, "vim.cast", 24, "vim -u vimrc buffer.h")
     wait_for_text(terminal, "class Buffer")
     for line, typed in TYPED:
@@ -109,7 +110,7 @@ def wait_for_text(terminal, text):
 
 def complete(terminal, line, typed):
     """Types behind a line; then presses Tab, if a completion is shown within SHOWN_S."""
-    terminal.type(f"/^{line.replace('*', '.')}$")
+    terminal.type(f"/^{line}$")
     terminal.keys("Enter")
     terminal.keys("o", "C-u")
     for character in typed:
@@ -146,6 +147,7 @@ def record_page(url, folder):
         line, typed = TYPED[0]
         before, after = FILE.split(f"{line}\n")
         edit(browser, f"{before}{line}\n", f"\n{after}")
+        browser.value("document.getElementById('one_line').click()")
         browser.type(typed)
         browser.wait_for(f"{GHOST} !== ''")
         browser.wait_for("/tokens in/.test(document.getElementById('status').textContent)")
@@ -176,13 +178,17 @@ def is_open(terminal):
 
 
 def main():
-    if len(sys.argv) != 2 or not os.environ.get("LLAMA_VIM"):
+    if len(sys.argv) < 2 or not os.environ.get("LLAMA_VIM"):
         sys.exit(__doc__)
     url = sys.argv[1].rstrip("/")
+    pictures = sys.argv[2:] or ["vim", "context", "page"]
     with tempfile.TemporaryDirectory() as folder:
-        record_vim(url, os.environ["LLAMA_VIM"], Path(folder))
-        record_context(url, os.environ["LLAMA_VIM"], Path(folder))
-        record_page(url, Path(folder))
+        if "vim" in pictures:
+            record_vim(url, os.environ["LLAMA_VIM"], Path(folder))
+        if "context" in pictures:
+            record_context(url, os.environ["LLAMA_VIM"], Path(folder))
+        if "page" in pictures:
+            record_page(url, Path(folder))
 
 
 if __name__ == "__main__":
