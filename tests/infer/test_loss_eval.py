@@ -50,7 +50,7 @@ def test_bytes_are_those_that_the_tokens_stand_for_where_a_tokenizer_changes_tex
     text = 5 * "// cafe\u0301\n"  # 10 bytes a line, and 9 in NFC
     pq.write_table(pa.table({"text": [text]}), tmp_path / "shard_00000.parquet")
     tokenizer = hub_tokenizer(qwen)
-    with DataLoader(open_shards(list_shards(tmp_path)), tokenizer, Rows(1, seq_len=32), num_rows=9) as rows:
+    with DataLoader(open_shards(list_shards(tmp_path)), tokenizer, RankRows(1, seq_len=32), num_rows=9) as rows:
         found = bits_per_byte(lambda ids, targets: torch.zeros(targets.shape), rows, tokenizer.token_bytes(), CPU)
     assert found.num_bytes == 5 * len("// caf\u00e9\n".encode()) < len(text.encode()) and found.is_whole_text
 
