@@ -35,7 +35,9 @@ def of_llama_cpp(file, rows):
 def log_probability(server, ids, token):
     """Returns that of the token after the ids. Most tokens are among the 100 likeliest ones."""
     for count in (100, 200_000):
-        answer = server.ask("/completion", prompt=ids, n_predict=1, n_probs=count, cache_prompt=True)
+        # Without ignore_eos, an answer that ends at once has no probabilities.
+        answer = server.ask("/completion", prompt=ids, n_predict=1, n_probs=count, cache_prompt=True, temperature=0,
+                            ignore_eos=True)
         for each in answer["completion_probabilities"][0]["top_logprobs"]:
             if each["id"] == token:
                 return each["logprob"]
