@@ -66,8 +66,8 @@ def _require_cluster(address):
     """Raises BadInput if no cluster answers, or it refuses. A process tries it, because ray.init waits forever, and
     cannot be interrupted, if another program answers."""
     try:
-        program = "import ray, sys; ray.init(sys.argv[1], logging_level='ERROR', log_to_driver=False)"
-        tried = subprocess.run([sys.executable, "-c", program, address], capture_output=True, text=True,
+        program = "import ray; ray.init(input(), logging_level='ERROR', log_to_driver=False)"
+        tried = subprocess.run([sys.executable, "-c", program], input=address, capture_output=True, text=True,
                                timeout=CONNECT_S)
     except subprocess.TimeoutExpired:
         raise BadInput(f"{address}: no Ray cluster answered in {CONNECT_S} s: check the address, and that this machine "
