@@ -3,8 +3,9 @@
     python3 -m scripts.adapt --checkpoint=RUN --source=~/src/project
 
 It holds out a tenth of the text (200 kB at most). It trains on the rest and, for as many tokens, on the data of RUN, so
-that the model forgets little. Training ends after --epochs or --minutes, once the held-out files gain no more, or once
-the old text loses 3%. After Ctrl-C during the training, the same command resumes it.
+that the model forgets little. Training ends after --epochs or --minutes. The result is the checkpoint that is best on
+the held-out files, of those that are at most 3% worse on the old text. After Ctrl-C during the training, the same
+command resumes it.
 
 RUN may be a public model (scripts.import_hf). Nobody knows its data: name shards like it with --data_dir and --val_dir,
 or the C++ headers that are installed here stand for it. It learns to fill gaps, too, if its tokenizer has tokens to
@@ -14,27 +15,24 @@ import json
 import os
 import shlex
 import shutil
-import time
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from nanochat.checkpoint.on_disk import MODEL, find_checkpoint
+from nanochat.checkpoint.on_disk import find_checkpoint
 from nanochat.common import BadInput, flag, get_base_dir, locked, read_flags, require_writable_dir, run_script
 from nanochat.data.bucket import data_place, is_remote, pinned
-from nanochat.data.mixture import MixtureSource, tokens_in
-from nanochat.data.shards import DEFAULT_DIRS, TextFlags, open_shards, open_text, read_columns, whole_texts
+from nanochat.data.mixture import Source, tokens_in
+from nanochat.data.shards import DEFAULT_DIRS, TextFlags, open_shards, open_text, read_columns
 from nanochat.data.tokenizer import FIM_TOKENS, load_tokenizer
-from nanochat.device.ranks import compute_init, resolve_device_type
-from nanochat.infer.engine import Engine
-from nanochat.infer.load import load_language_meta, load_model
-from nanochat.infer.sample import Sampling
+from nanochat.device.ranks import resolve_device_type
+from nanochat.infer.load import load_language_meta
 from nanochat.model.rates import run_lr_scale
-from nanochat.record.metrics import METRICS_FILE, format_duration, parse_record
-from nanochat.run.processes import expected_world_size, require_success, run_module, started_module
-from nanochat.run.stopping import EXIT_STATUS
+from nanochat.record.history import read_run
+from nanochat.record.metrics import METRICS_FILE, format_duration
+from nanochat.run.processes import expected_world_size, run_module
 from nanochat.train.describe import seconds_of_row
 from nanochat.train.flags import Flags as TrainFlags
 from nanochat.train.flags import RunFlags, named_places
@@ -45,14 +43,10 @@ HELD_OUT = 0.1  # of the project's text
 HELD_OUT_CHARS = 200_000  # at most: evaluations read all of it, because the beginnings of files are mostly licences
 EVAL_TOKENS = 2**17  # of the project and the old data together
 EVALUATIONS = 4
-PATIENCE = 2  # evaluations without a gain
 MOST_LOSS = 1.03  # of the old text's bits per byte, × those before
 EVALUATION_SHARE = 0.25  # of --minutes, for all evaluations together on a CPU
 ROWS, ROW_TOKENS = 2, 512  # of a step with imported weights, on each device
 FIM_RATE = 0.5  # of imported weights
-SHOWN = 3  # completions
-SHOWN_CHARS = 2000  # of the text before each
-SHOWN_TOKENS = 32
 KEPT = ("tokenizer_dir", "device_batch_size")  # flags of RUN
 RATE = 0.15
 RATES = ("matrix_lr", "embedding_lr", "unembedding_lr", "scalar_lr")
@@ -200,42 +194,6 @@ def rate_flags(flags, meta, steps):
     return found
 
 
-def train(module, flags, metrics):
-    """Runs base_train until its end, or until the held-out files have gained nothing for some evaluations."""
-    # base_train saves whenever it evaluates, so ending it after PATIENCE evaluations without a gain loses nothing: the
-    # best checkpoint is one of those before.
-    is_told = False
-    with started_module(module, *flags) as process:
-        while process.poll() is None:
-            time.sleep(1)
-            if not is_told and gain_no_more(metrics):
-                print("the held-out files gain no more, or the old text loses too much", flush=True)
-                process.terminate()
-                is_told = True
-    if not (is_told and process.returncode == EXIT_STATUS):
-        require_success(module, process.returncode)
-
-
-def gain_no_more(metrics):
-    """Returns whether the held-out files have gained nothing in the last evaluations, or the old text lost too much."""
-    both = list(evaluations(metrics).values())
-    found = [own for own, _ in both]
-    if both and both[-1][1] > MOST_LOSS * both[0][1]:
-        return True
-    return len(found) > PATIENCE and min(found[-PATIENCE:]) >= min(found[:-PATIENCE])
-
-
-def evaluations(metrics):
-    """Returns {step: (bits per byte of the project, of the old data)}."""
-    found = {}
-    if metrics.exists():
-        for line in metrics.read_text().splitlines():
-            record = parse_record(line)
-            if record and "val_bpb_own" in record:
-                found[record["step"]] = record["val_bpb_own"], record["val_bpb_old"]
-    return found
-
-
 def prepare(flags, path, meta, old, folder):
     """Prepares the project in `folder`, and returns the flags of its training."""
     tokenizer = load_tokenizer(meta.flags.get("tokenizer_dir"), path)
@@ -264,66 +222,37 @@ weight = 1
     return training_flags(flags, path, meta, steps, folder, eval_tokens)
 
 
-def report(flags, metrics, training, folder):
-    """Says what the training, of these flags of base_train, has gained. folder: of the project's text."""
-    found = evaluations(metrics)
-    if 0 not in found:
+def report(flags, directory, training):
+    """Says what the training, of these flags of base_train, has gained. directory: of its run."""
+    run = read_run(str(directory))
+    steps, own = run.series("val_bpb_own")
+    old = run.series("val_bpb_old")[1]
+    if not len(steps) or steps[0]:
         raise BadInput("the first evaluation failed, so what was gained is unknown: see above")
-    best = min(found, key=found.get)
-    for name, before, now in zip(("its held-out files", "the old validation text"), found[0], found[best], strict=True):
-        print(f"{name}: {before:.4f} -> {now:.4f} bits per byte ({now / before - 1:+.1%})")
+    best = min(np.flatnonzero(old <= MOST_LOSS * old[0]), key=lambda place: own[place])
+    for name, values in (("its held-out files", own), ("the old validation text", old)):
+        change = values[best] / values[0] - 1
+        print(f"{name}: {values[0]:.4f} -> {values[best]:.4f} bits per byte ({change:+.1%})")
     if not best:
         print("nothing was gained: keep the model as it is")
         return
-    values = dict(word.removeprefix("--").split("=", 1) for word in training)
-    tokenizer_dir = values.get("tokenizer_dir")
-    show_completions((Path(values["init_from"]), metrics.parent / f"step_{best:06d}"), tokenizer_dir, folder)
-    command = ["python3", "-m", "scripts.serve", f"--checkpoint={flags.run}/step_{best:06d}"]
-    if tokenizer_dir:
-        command.append(f"--tokenizer_dir={tokenizer_dir}")
+    command = ["python3", "-m", "scripts.serve", f"--checkpoint={flags.run}/step_{steps[best]:06d}"]
+    command += [word for word in training if word.startswith("--tokenizer_dir=")]
     print(f"complete with it: {shlex.join(command)}")
-
-
-def show_completions(paths, tokenizer_dir, folder):
-    """Prints a line of a few held-out files, and how the models at `paths`, before and after, continue the text before
-    it."""
-    if not all((path / MODEL).exists() for path in paths):
-        return  # a user may have moved the first model meanwhile
-    texts = whole_texts(open_shards([folder / "own" / "val" / "shard_00000.parquet"]))
-    places = [place for place in map(middle_line, texts) if place][:SHOWN]
-    dist = compute_init("cpu")
-    lines = [[line.strip() for _, line in places]]
-    for path in paths:
-        model, tokenizer, _ = load_model(path, dist, tokenizer_dir=tokenizer_dir)
-        engine = Engine(model, tokenizer, dist)
-        sampling = Sampling(max_tokens=min(SHOWN_TOKENS, model.config.max_seq_len // 2), temperature=0)
-        found = [engine.completions(before, sampling) for before, _ in places]
-        lines.append([sample.text.strip().partition("\n")[0] for (sample,) in found])
-    for line, before, after in zip(*lines, strict=True):
-        print(f"a line of a held-out file: {line}\n  the model wrote before: {before}\n  it writes now: {after}")
-
-
-def middle_line(text):
-    """Returns the text before the first line of code in the second half of a file, and that line, or None."""
-    lines = text.splitlines(keepends=True)
-    for number in range(len(lines) // 2, len(lines)):
-        if len(lines[number].strip()) > 20 and not lines[number].lstrip().startswith(("//", "*", "/*")):
-            return "".join(lines[:number])[-SHOWN_CHARS:], lines[number]
-    return None
 
 
 def main(argv=None):
     (flags,) = read_flags(argv, __doc__, {Flags: "flags"})
-    metrics = run_directory(TrainFlags(RunFlags(flags.run))) / METRICS_FILE
+    directory = run_directory(TrainFlags(RunFlags(flags.run)))
     folder = get_base_dir() / "adapt" / flags.run
     unfinished = folder / UNFINISHED_FILE
     try:
         given, training = json.loads(unfinished.read_text())
     except (OSError, ValueError):
         given = None
-    is_training = metrics.exists()
+    is_training = (directory / METRICS_FILE).exists()
     if is_training and given != asdict(flags):
-        raise BadInput(f"--run={flags.run} is there already ({metrics.parent}): choose another name, delete it, or, if "
+        raise BadInput(f"--run={flags.run} is there already ({directory}): choose another name, delete it, or, if "
                        "it has not ended, give the flags that it began with")
     if not is_training:
         path = find_checkpoint(flags.checkpoint)
@@ -337,9 +266,8 @@ def main(argv=None):
                 shutil.rmtree(folder / name, ignore_errors=True)  # of a try that ended before it trained
             training = prepare(flags, path, meta, old, folder)
             unfinished.write_text(json.dumps([asdict(flags), training]))
-        if not gain_no_more(metrics):
-            train("scripts.base_train", training, metrics)
-        report(flags, metrics, training, folder)
+        run_module("scripts.base_train", *training)
+        report(flags, directory, training)
         unfinished.unlink()
 
 
