@@ -16,11 +16,6 @@ test: .venv/installed
 test-all: .venv/installed
 	$(PYTEST) -n $(or $(TEST_PROCESSES),3) -m "slow or not slow"
 
-# What a checkpoint can do, in one table: make eval CHECKPOINT=RUN. Without CHECKPOINT: the newest of all runs.
-# FLAGS: of scripts.eval_table.
-eval: .venv/installed
-	.venv/bin/python -m scripts.eval_table --checkpoint='$(CHECKPOINT)' $(FLAGS)
-
 lint: .venv/installed
 	.venv/bin/ruff check .
 	if ls deploy/*.sh >/dev/null 2>&1; then .venv/bin/shellcheck -x deploy/*.sh deploy/lib/*.sh; fi

@@ -177,54 +177,42 @@ def finals_of(trial):
 
 def print_results(finals):
     """Prints the table of {variant: [final bits per byte, one of each seed]}. The first variant is the reference."""
-    reference = next(iter(finals))
-    # Welch's test (1947) compares two means whose spreads may differ. It does not pair the seeds: with two of them, a
-    # paired test needs a difference of 12.7 standard errors, and Welch's 4.3 or more.
-    p_values = holm({variant: welch_p(values, finals[reference]) for variant, values in finals.items()
-                     if variant != reference and min(len(values), len(finals[reference])) > 1})
+    reference, *others = finals
     width = max(map(len, finals))
     print(f"\n{'variant':{width}}  seeds  bits per byte  ± s.d.  difference       p")
     for variant, values in finals.items():
-        if not values:
-            print(f"{variant:{width}}  {0:5}")
-            continue
-        deviation = f"{np.std(values, ddof=1):.4f}" if len(values) > 1 else ""
-        line = f"{variant:{width}}  {len(values):5}  {np.mean(values):13.4f}  {deviation:>6}"
+        line = f"{variant:{width}}  {len(values):5}"
+        if values:
+            deviation = f"{np.std(values, ddof=1):.4f}" if len(values) > 1 else ""
+            line += f"  {np.mean(values):13.4f}  {deviation:>6}"
         if variant == reference:
             line += "  the reference"
-        elif finals[reference]:
-            difference = np.mean(values) - np.mean(finals[reference])
-            line += f"  {difference:+10.4f}  {verdict(difference, p_values.get(variant))}"
+        elif values and finals[reference]:
+            line += f"  {np.mean(values) - np.mean(finals[reference]):+10.4f}"
+            line += f"  {verdict(values, finals[reference], len(others))}"
         print(line, flush=True)
 
 
-def verdict(difference, p_value):
-    """Returns the p-value and what follows from it."""
-    if p_value is None:
+def verdict(values, reference, tests):
+    """Returns the p-value and what follows from it. tests: how many the table has."""
+    if min(len(values), len(reference)) < 2:
         return "        needs two seeds"
+    # Bonferroni's correction: a table without any true difference shows one with a probability of at most LEVEL.
+    p_value = min(1.0, tests * welch_p(values, reference))
     if p_value >= LEVEL:
         return f"{p_value:6.2g}  not beyond the spread of seeds"
-    return f"{p_value:6.2g}  {'better' if difference < 0 else 'worse'}"
+    return f"{p_value:6.2g}  {'better' if np.mean(values) < np.mean(reference) else 'worse'}"
 
 
 def welch_p(first, second):
-    """Returns the two-sided p-value of Welch's test that two samples have the same mean."""
+    """Returns the two-sided p-value of Welch's test (1947) that two samples, whose spreads may differ, have the same
+    mean."""
+    # It does not pair the seeds: with two of them, a paired test needs a difference of 12.7 standard errors, and
+    # Welch's 4.3 or more.
     from scipy.stats import ttest_ind
     if np.ptp(first) == np.ptp(second) == 0:  # no spread at all: the seed changes nothing
         return 0.0 if first[0] != second[0] else 1.0
     return float(ttest_ind(first, second, equal_var=False).pvalue)
-
-
-def holm(p_values):
-    """Returns {name: p-value} corrected for their number by Holm's method (1979): a table without any true difference
-    shows one with a probability of at most 5%."""
-    corrected = {}
-    largest = 0.0
-    for rank, name in enumerate(sorted(p_values, key=p_values.get)):
-        # The smallest of n is multiplied by n, the next one by n - 1, …; none becomes smaller than the one before.
-        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[name]))
-        corrected[name] = largest
-    return corrected
 
 
 if __name__ == "__main__":

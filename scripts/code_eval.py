@@ -32,7 +32,7 @@ class TaskFlags(TextFlags):
                      "problems' solutions)", choices=TASKS)
     problems: str = flag("own", "sets of docs/evaluation.md#problems, separated by commas; own: the project's")
     num_tasks: int = flag(100, "gaps of each kind", at_least=1, at_most=10_000)
-    check: bool = flag(False, "judge the problems' solutions, and each with one line deleted, instead of a model")
+    check: bool = flag(False, "judge the problems' solutions instead of a model")
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def main(argv=None):
     problems = usable(read_sets(of_task.problems))
     if of_task.check:
         with Judge() as judge:
-            return check_solutions(problems, judge, judging.num_workers, of_samples.seed)
+            return check_solutions(problems, judge, judging.num_workers)
     require_scipy()
     device_type = resolve_device_type(of_model.device_type)
     prepare_xla_environment(device_type)
@@ -79,7 +79,7 @@ def main(argv=None):
             records = evaluate(items, writer, judge, judging.num_workers, progress.update)
         compute_cleanup(dist)
     write_results(file, settings, records)
-    write_report(out_dir, settings, records, items, others)
+    write_report(out_dir, records, others)
 
 
 if __name__ == "__main__":

@@ -2,19 +2,17 @@
 renamed.
 
     python3 -m scripts.prepare_puzzles --box=2x2
-    python3 -m scripts.prepare_puzzles --box=3x3 --train=2000 --qqwing
+    python3 -m scripts.prepare_puzzles --box=3x3 --train=2000    # minutes
 
-They are minimal: without any one of its digits a puzzle has several solutions. The same flags make the same puzzles,
-except with --qqwing.
+They are minimal: without any one of its digits a puzzle has several solutions. The same flags make the same puzzles.
 """
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from nanochat import common
-from nanochat.common import BadInput, expand_path, flag
+from nanochat.common import expand_path, flag
 from nanochat.puzzles.make import Maker, make_splits
 from nanochat.puzzles.puzzle_data import write_puzzles
 
@@ -26,18 +24,7 @@ class Flags:
     train: int = flag(2000, "puzzles to train on", at_least=1, at_most=10**7)
     val: int = flag(300, "held-out puzzles", at_least=1, at_most=10**6)
     seed: int = flag(0, "of the puzzles", at_least=0)
-    qqwing: bool = flag(False, "9 × 9 Sudokus by Debian's qqwing: much faster")
     out_dir: Path | None = flag(None, "default: $NANOCHAT_BASE_DIR/puzzles", of=expand_path)
-
-
-def read_maker(flags):
-    """Returns the Maker for the flags. Raises BadInput."""
-    if flags.qqwing and flags.box != "3x3":
-        raise BadInput(f"--qqwing makes 9 × 9 Sudokus, not --box={flags.box}: add --box=3x3, or leave --qqwing out")
-    if flags.qqwing and not shutil.which("qqwing"):
-        raise BadInput("--qqwing: there is no qqwing: apt-get install qqwing, or leave --qqwing out")
-    rows, columns = flags.box.split("x")
-    return Maker((int(rows), int(columns)), flags.seed)
 
 
 def about(puzzles):
@@ -49,11 +36,12 @@ def about(puzzles):
 
 def main(argv=None):
     (flags,) = common.read_flags(argv, __doc__, {Flags: "flags"})
-    maker = read_maker(flags)
+    rows, columns = map(int, flags.box.split("x"))
+    maker = Maker((rows, columns), flags.seed)
     out_dir = common.require_writable_dir(flags.out_dir or common.get_base_dir() / "puzzles")
     refusal = f"another prepare_puzzles is writing to {out_dir}: wait for it, or choose another --out_dir"
     with common.locked(out_dir / ".lock", refusal):
-        splits = make_splits(maker, {"train": flags.train, "val": flags.val}, flags.qqwing)
+        splits = make_splits(maker, {"train": flags.train, "val": flags.val})
         write_puzzles(out_dir, maker.box, splits)
     print(f"{out_dir}: {len(splits['train']):,} puzzles to train on, {len(splits['val']):,} held out: "
           f"{about(splits['val'])}")

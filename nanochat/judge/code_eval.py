@@ -6,7 +6,6 @@ from nanochat.common import BadInput, say
 from nanochat.data.shards import open_text
 from nanochat.infer.sample import ignore
 from nanochat.judge.gaps import document_gaps, function_gaps, read_documents
-from nanochat.judge.problems import without_one_line
 from nanochat.judge.results import difference, read_results
 
 TASKS = ("functions", "infill", "infill_functions")
@@ -64,32 +63,18 @@ def read_others(path, settings):
     return records
 
 
-def check_solutions(problems, judge, workers, seed):
-    """Judges all solutions, and each with one line deleted, prints how many pass, and returns the exit status."""
+def check_solutions(problems, judge, workers):
+    """Judges all solutions, prints how many pass, and returns the exit status."""
     solved = [problem for problem in problems if problem.solution]
     if not solved:
         raise BadInput("--check needs solutions: the problems of --problems have none")
-    whole = []
-    broken = []
-    for i, problem in enumerate(solved):
-        whole.append((problem, problem.solution))
-        texts = without_one_line(problem.solution)
-        if texts:
-            broken.append((problem, texts[(seed + i) % len(texts)]))
-    status = 0
-    for problem, verdict in zip(solved, judge_all(judge, workers, whole, "solutions"), strict=True):
-        if not verdict.passed:
-            status = 1
-            say(f"{problem.name}: {verdict.status}\n{verdict.message}", keep="\n\t")
-    judge_all(judge, workers, broken, "solutions with one line deleted")
-    return status
-
-
-def judge_all(judge, workers, programs, what):
-    """Returns the Verdicts of `programs`, pairs of a problem and a text, and prints how many pass. what: their name."""
+    num_passed = 0
     with ThreadPoolExecutor(workers) as pool:
-        found = [pool.submit(judge.judge, problem.program(text), problem.tests) for problem, text in programs]
-        verdicts = [each.result() for each in found]
-    num_passed = sum(verdict.passed for verdict in verdicts)
-    print(f"{num_passed} of {len(programs)} {what} pass", flush=True)
-    return verdicts
+        found = [pool.submit(judge.judge, problem.program(problem.solution), problem.tests) for problem in solved]
+        for problem, verdict in zip(solved, found, strict=True):
+            verdict = verdict.result()
+            num_passed += verdict.passed
+            if not verdict.passed:
+                say(f"{problem.name}: {verdict.status}\n{verdict.message}", keep="\n\t")
+    print(f"{num_passed} of {len(solved)} solutions pass", flush=True)
+    return int(num_passed < len(solved))

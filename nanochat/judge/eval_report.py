@@ -1,4 +1,4 @@
-"""Scores of an evaluation with their intervals, the comparison with another evaluation, a page with every sample.
+"""Scores of an evaluation with their intervals, and the comparison with another evaluation.
 
 A score is a weighted mean over problems, sum(values) / sum(weights). For pass@k the value is an estimate between 0 and
 1 and the weight 1. For bits per byte the value is the bits of a text and the weight its bytes.
@@ -7,14 +7,11 @@ import importlib.util
 import math
 from collections import defaultdict
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import fmean
 
 import numpy as np
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from nanochat.common import BadInput, say
-from nanochat.judge.gaps import Gap
 from nanochat.judge.judge import PASSED, Verdict
 
 Z = 1.959964  # of the 95% interval of a normal distribution
@@ -22,12 +19,6 @@ DRAWS = 10_000
 BATCH = 100  # draws at a time, to limit memory
 PASS_AT_K = 10
 ALL = "all"
-MEASURES = {  # of each task, and their names in the table
-    "functions": {"compiles": "compiles, greedy", "compiles, drawn": "compiles, drawn", "pass@1": "pass@1, greedy",
-                  "pass@10, drawn": "pass@10, drawn", "bits per byte": "bits per byte of the solutions"},
-    "infill_functions": {"exact match": "gaps in solutions: exact match", "edit similarity": "… edit similarity",
-                         "compiles": "… compiles", "pass@1": "… pass@1", "bits per byte": "… bits per byte",
-                         "bits per byte without suffix": "… bits per byte without the text after the gap"}}
 
 
 @dataclass(frozen=True)
@@ -205,54 +196,17 @@ def format_differences(rows):
     return lines
 
 
-def table(found):
-    """Returns the lines of a Markdown table of several tasks. found: {task: records of code_eval}."""
-    lines = ["| measure | | of |", "|---|---|---|"]
-    for task, records in found.items():
-        scores = {measure: each for measure, group, each in summarise(records) if group == ALL}
-        for measure, name in MEASURES[task].items():
-            if measure not in scores:
-                continue
-            each = scores[measure]
-            text = in_percent(each)
-            if "bits" in measure or "similarity" in measure:
-                text = f"{each.mean:.3f} [{each.low:.3f}, {each.high:.3f}]"
-            lines.append(f"| {name} | {text} | {each.num_problems} |")
-    return lines
-
-
 def in_percent(found):
     """Returns a Score in words."""
     return f"{100 * found.mean:.1f}% [{100 * found.low:.1f}, {100 * found.high:.1f}]"
 
 
-def write_report(out_dir, settings, records, items, others):
-    """Prints the scores, and writes them and the page. items: problems or Gaps; others: records to compare with."""
+def write_report(out_dir, records, others):
+    """Prints the scores, and writes them. others: records to compare with."""
     scores = format_scores(summarise(records))
     say("\n".join(scores), keep="\n\t")
     differences = format_differences(compare_results(records, others))
     if differences:
         print("\nthe difference to --against, each problem compared with itself:\n" + "\n".join(differences))
-    page = make_page(settings, records, {item.name: around(item) for item in items}, differences)
-    # Half a surrogate pair, which a model may write, becomes a question mark.
-    (out_dir / "page.html").write_text(page, encoding="utf-8", errors="replace")
     (out_dir / "scores.txt").write_text("\n".join([*scores, *differences]) + "\n", encoding="utf-8")
-    print(f"\n{out_dir}: samples.jsonl, scores.txt, page.html")
-
-
-def around(item):
-    """Returns the texts that the page shows before and after a sample of a problem or a Gap."""
-    if isinstance(item, Gap):
-        return item.prefix[-1500:], item.suffix[:1500]
-    return item.prompt, item.closing()
-
-
-def make_page(settings, records, texts, differences=()):
-    """Returns the page, self-contained HTML. texts: {name: (text before a sample, text after it)}."""
-    problems = []
-    for name, samples in by_name(records).items():
-        problems.append((name, samples, count_passed(samples), *texts[name]))
-    environment = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True,
-                              undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    return environment.get_template("page.html").render(
-        settings=settings, scores=summarise(records), differences=differences, problems=problems, passed=PASSED)
+    print(f"\n{out_dir}: samples.jsonl, scores.txt")

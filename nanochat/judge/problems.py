@@ -228,13 +228,3 @@ def usable(problems):
 def digest(problems):
     """Returns a hexadecimal number that identifies these problems."""
     return hashlib.sha256(repr(problems).encode()).hexdigest()[:16]
-
-
-def without_one_line(solution):
-    """Returns the texts of a solution with one line deleted, for each line except blank lines and comments."""
-    lines = solution.splitlines(keepends=True)
-    found = []
-    for i, line in enumerate(lines):
-        if line.strip() and not line.strip().startswith("//"):
-            found.append("".join(lines[:i] + lines[i + 1:]))
-    return found

@@ -4,10 +4,6 @@ import json
 
 from nanochat.common import BadInput, get_base_dir, require_writable_dir, written_whole
 
-FIELDS = {  # of a record, which scores and pages read
-    "name": str, "group": str, "text": str, "status": str | None, "message": str, "sample": int, "exact": bool,
-    "similarity": int | float, "bits": int | float, "bytes": int, "bits_without_suffix": int | float, "method": str,
-    "budget": int, "tokens": int, "calls": int}
 REQUIRED = {"name", "group", "text", "status"}
 
 
@@ -45,20 +41,9 @@ def read_results(path):
         for number, record in enumerate(lines[1:], 2):
             if not REQUIRED <= record.keys():
                 raise ValueError(f"line {number} is no sample with its verdict")
-            for key in record.keys() & FIELDS.keys():
-                if not isinstance(record[key], FIELDS[key]):
-                    raise ValueError(f"line {number} has {key} = {json.dumps(record[key])[:40]}")
     except (OSError, ValueError, RecursionError) as error:
         raise BadInput(f"{path} is not a file of results of code_eval ({error}): name another") from None
     return lines[0], lines[1:]
-
-
-def records_of(path, checkpoint, weights):
-    """Returns the records of a file of results. Raises BadInput if other weights of the checkpoint made them."""
-    settings, records = read_results(path)
-    if settings["weights"] != weights:
-        raise BadInput(f"checkpoint {checkpoint} was replaced meanwhile: start again, with another --out_dir")
-    return records
 
 
 def difference(settings, others):

@@ -1,12 +1,9 @@
 """Makes many puzzles with all cores of this machine, and splits them into training and held-out ones."""
 import multiprocessing
 import os
-import re
 import signal
-import subprocess
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 
@@ -35,20 +32,7 @@ def begin_worker():
     end_with_parent(multiprocessing.parent_process().pid)
 
 
-def by_qqwing(count):
-    """Returns `count` 9 × 9 Sudokus made by qqwing, as Maker.make does."""
-    output = subprocess.run(["qqwing", "--generate", str(count), "--solution", "--csv"], check=True, text=True,
-                            preexec_fn=partial(end_with_parent, os.getpid()), capture_output=True).stdout
-    puzzles = []
-    for row in re.findall(r"([1-9.]{81}),([1-9]{81})", output):
-        puzzle = [int(letter) for letter in row[0].replace(".", "0")]
-        solution = [int(letter) for letter in row[1]]
-        _, guesses = sudoku.solve(puzzle, 3, 3, limit=1)
-        puzzles.append((puzzle, solution, guesses))
-    return puzzles
-
-
-def make_splits(maker, sizes, uses_qqwing=False):
+def make_splits(maker, sizes):
     """Returns {"train": puzzles, "val": puzzles} with the numbers in `sizes`. All forms of a puzzle are in one of
     them, because few small puzzles differ: 36 minimal 4 × 4 Sudokus. Raises BadInput if too few are found."""
     # Small puzzles repeat, so nobody knows how many must be made: each round makes the number that is still missing.
@@ -62,14 +46,10 @@ def make_splits(maker, sizes, uses_qqwing=False):
             missing = max(round((sizes[name] - len(found[name])) / share) for name, share in SHARES.items())
             if missing <= 0:
                 break
-            if uses_qqwing:
-                new = by_qqwing(missing)
-            else:
-                new = list(pool.map(maker.make, range(made, made + missing), chunksize=16))
-                made += missing
-            if new:
-                fingerprints = sudoku.fingerprints(np.array([puzzle for puzzle, _, _ in new]), *maker.box)
-                progress.update(_split(new, fingerprints, found, sizes))
+            new = list(pool.map(maker.make, range(made, made + missing), chunksize=16))
+            made += missing
+            fingerprints = sudoku.fingerprints(np.array([puzzle for puzzle, _, _ in new]), *maker.box)
+            progress.update(_split(new, fingerprints, found, sizes))
     if any(len(found[name]) < sizes[name] for name in sizes):
         raise BadInput(f"--train={sizes['train']} and --val={sizes['val']}: only {len(found['train'])} and "
                        f"{len(found['val'])} different puzzles were found: ask for fewer, or for larger ones")

@@ -13,7 +13,7 @@ from nanochat.common import BadInput
 from nanochat.data.tokenizer import load_tokenizer
 from nanochat.device.ranks import Dist
 from nanochat.infer.load import load_model, weights_of
-from scripts import base_eval, code_eval, eval_table, solve
+from scripts import base_eval, code_eval, solve
 from tests.checkpoint.states import make_meta, save
 from tests.infer.test_engine import make_model
 
@@ -85,7 +85,7 @@ def test_base_eval_takes_the_cpu_for_8_bits_where_there_is_no_accelerator(monkey
 
 
 @pytest.mark.parametrize("main, flags", [
-    (base_eval.main, []), (code_eval.main, []), (eval_table.main, []), (solve.main, ["--prompt=int f() {"])])
+    (base_eval.main, []), (code_eval.main, []), (solve.main, ["--prompt=int f() {"])])
 @pytest.mark.parametrize("fields, message", [
     ({"task": "puzzles", "config": {"cells": 16}}, "is of the task puzzles"),
     ({"config": {"layers": 2}}, "the model's config in its meta.json has no vocab_size")])

@@ -21,7 +21,6 @@ from nanochat.judge.writer import Writer
 from nanochat.kernels.choose import get_kernels
 from nanochat.model.config import GPTConfig
 from nanochat.model.gpt import GPT
-from scripts import eval_table
 from scripts.solve import main
 from tests.checkpoint.states import make_meta
 from tests.judge.test_sandbox import require_sandbox
@@ -193,18 +192,3 @@ def test_a_comparison_is_repeated_exactly_and_not_overwritten_by_another(solve, 
 def test_bad_input_is_refused(solve, flags, message):
     with pytest.raises(BadInput, match=message):
         solve(*flags)
-
-
-@pytest.mark.slow
-def test_one_command_makes_the_whole_table(solve, base_dir, byte_tokenizer_dir, tmp_path, capsys):
-    row = {"prompt": PROMPT, "declaration": PROMPT, "canonical_solution": "    a += 3;\n    return a;\n}\n",
-           "test": TESTS}
-    problems = tmp_path / "problems.jsonl"
-    problems.write_text("".join(json.dumps(row | {"task_id": name}) + "\n" for name in "xy"))
-    eval_table.main(["--checkpoint=tiny", f"--tokenizer_dir={byte_tokenizer_dir}", "--device_type=cpu",
-                     f"--problems={problems}"])
-    table = (base_dir / "eval/tiny_step_000120/table.txt").read_text()
-    assert table.strip() in capsys.readouterr().out
-    for measure in ("pass@1, greedy", "pass@10, drawn", "bits per byte of the solutions", "… pass@1", "`repair`"):
-        assert measure in table
-    assert table.count("\n| 1,024 | ") == 4

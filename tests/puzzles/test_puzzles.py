@@ -58,12 +58,9 @@ def test_other_forms_of_a_sudoku_have_its_fingerprint_and_its_one_solution(box):
             assert sudoku.solve(puzzle, *box)[0] == [solution]
 
 
-@pytest.mark.parametrize("flags, message", [
-    (["--qqwing"], "--qqwing .*--box=2x2: add --box=3x3"),
-    (["--box=3x4"], "--box.*3x4")])
-def test_puzzles_that_cannot_be_found_in_time_are_refused(tmp_path, flags, message):
-    with pytest.raises(BadInput, match=message):
-        prepare_puzzles.main([f"--out_dir={tmp_path}", *flags])
+def test_puzzles_that_cannot_be_found_in_time_are_refused(tmp_path):
+    with pytest.raises(BadInput, match="--box.*3x4"):
+        prepare_puzzles.main([f"--out_dir={tmp_path}", "--box=3x4"])
 
 
 def test_a_folder_that_another_process_writes_to_is_refused(tmp_path):
@@ -253,12 +250,14 @@ def test_a_run_resumes_in_the_middle_of_its_episodes_bit_for_bit(solve, base_dir
 
 
 @pytest.mark.slow
-def test_one_two_and_four_devices_agree_for_fifty_steps_and_eager_pytorch_does(solve):
-    flags = ["--num_iterations=50", "--save_every=-1", "--eval_every=-1", "--log_every=10", "--optimizer=atan2"]
-    losses = [solve(*flags, run=f"on{devices}", devices=devices).losses for devices in (1, 2, 4)]
+def test_two_and_four_devices_agree_with_eager_pytorch(solve):
+    """One device is tried in eager PyTorch alone: the next test has one XLA device."""
+    flags = ["--num_iterations=20", "--save_every=-1", "--eval_every=-1", "--log_every=10", "--optimizer=atan2"]
     eager = solve(*flags, "--device_type=cpu", run="eager").losses
-    for other in (*losses[1:], eager):
-        assert list(other.values()) == pytest.approx(list(losses[0].values()), rel=1e-4)
+    assert len(eager) == 20
+    for devices in (2, 4):
+        found = solve(*flags, run=f"on{devices}", devices=devices).losses
+        assert list(found.values()) == pytest.approx(list(eager.values()), rel=1e-4)
 
 
 COUNT = """
@@ -277,9 +276,9 @@ with exclusive_use(run_directory(flags)):
 
 
 @pytest.mark.slow
-def test_fifty_steps_are_two_programs_without_a_fallback_to_the_host_or_a_fetch_between_lines(base_dir, data_dir):
+def test_all_steps_are_two_programs_without_a_fallback_to_the_host_or_a_fetch_between_lines(base_dir, data_dir):
     process = run_python("-c", COUNT, *last_of_each(
-        f"--data_dir={data_dir}", *TINY, "--num_iterations=50", "--mixer=attention"))
+        f"--data_dir={data_dir}", *TINY, "--num_iterations=12", "--mixer=attention"))
     assert process.returncode == 0, process.stderr[-3000:]
     found = json.loads(process.stdout.splitlines()[-1])
     assert found["programs_of_a_step"] == 2 and found["compilations"][1] == found["compilations"][-1]

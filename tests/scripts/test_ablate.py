@@ -1,7 +1,6 @@
 """Ablations: the table, what is refused before any run, and a table that is killed and goes on."""
 import json
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -15,7 +14,7 @@ from nanochat.common import BadInput, locked
 from nanochat.data.tokenizer import load_tokenizer
 from nanochat.train.flags import parse_flags
 from scripts import ablate
-from scripts.ablate import holm, print_results, read_trials, welch_p
+from scripts.ablate import print_results, read_trials, verdict, welch_p
 from tests.checkpoint.states import make_meta, make_state
 from tests.test_documents import fenced_blocks
 
@@ -148,8 +147,11 @@ def test_a_second_ablate_of_a_table_is_refused(write_table, base_dir):
 
 
 def test_p_values_are_corrected_for_their_number():
-    assert holm({"a": 0.01, "b": 0.04, "c": 0.03}) == pytest.approx({"a": 0.03, "c": 0.06, "b": 0.06})
-    assert holm({"a": 0.7, "b": 0.6}) == {"b": 1.0, "a": 1.0} and holm({}) == {}
+    values, reference = [2.00, 2.01, 2.02], [1.90, 1.92, 1.94]
+    p_value = welch_p(values, reference)
+    assert float(verdict(values, reference, 1).split()[0]) == pytest.approx(p_value, rel=0.05)
+    assert float(verdict(values, reference, 3).split()[0]) == pytest.approx(3 * p_value, rel=0.05)
+    assert verdict(values, reference, 1000).split()[0] == "1"
     assert welch_p([1.0, 1.0], [1.0, 1.0]) == 1 and welch_p([1.0, 1.0], [2.0, 2.0]) == 0
 
 
@@ -175,11 +177,11 @@ def test_a_table_without_a_true_difference_shows_one_in_at_most_five_of_a_hundre
     assert false / tables <= 0.05 + 2 * np.sqrt(0.05 * 0.95 / tables)
 
 
-def wait_for_step_40(metrics, process):
-    """Returns when the run that writes `metrics` has come to step 40. Otherwise it kills `process` and fails."""
+def wait_for_step_20(metrics, process):
+    """Returns when the run that writes `metrics` has come to step 20. Otherwise it kills `process` and fails."""
     deadline = time.monotonic() + 240
     try:
-        while not (metrics.exists() and '"step": 40,' in metrics.read_text()):
+        while not (metrics.exists() and '"step": 20,' in metrics.read_text()):
             assert time.monotonic() < deadline and process.poll() is None
             time.sleep(0.05)
     except BaseException:
@@ -189,11 +191,11 @@ def wait_for_step_40(metrics, process):
 
 @pytest.mark.slow
 def test_a_killed_table_goes_on_and_repeats_no_finished_run(write_table, base_dir):
-    table = write_table(num_iterations=400, save_every=20)
+    table = write_table(num_iterations=200, save_every=20, seeds="[0]")
     command = [sys.executable, "-m", "scripts.ablate", str(table)]
     metrics = base_dir / "checkpoints" / "rates.fast.0" / "metrics.jsonl"
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
-        wait_for_step_40(metrics, process)
+        wait_for_step_20(metrics, process)
         process.kill()
     first = base_dir / "checkpoints" / "rates.default.0" / "metrics.jsonl"
     before = first.read_bytes()
@@ -203,12 +205,12 @@ def test_a_killed_table_goes_on_and_repeats_no_finished_run(write_table, base_di
         time.sleep(0.2)
     again = subprocess.run(command, capture_output=True, text=True, timeout=400)
     assert again.returncode == 0, again.stdout + again.stderr
-    assert "4 runs; 1 finished before" in again.stdout and first.read_bytes() == before
+    assert "2 runs; 1 finished before" in again.stdout and first.read_bytes() == before
     records = [json.loads(line) for line in metrics.read_text().splitlines()]
     losses = [record["step"] for record in records if "loss" in record]
-    assert losses == list(range(1, 401)), "each step once"
+    assert losses == list(range(1, 201)), "each step once"
     rows = {line.split()[0]: line.split() for line in again.stdout.splitlines() if line}
-    assert rows["default"][1] == rows["fast"][1] == "2"  # seeds
+    assert rows["default"][1] == rows["fast"][1] == "1"  # seeds
     assert float(rows["default"][2]) < records[0]["val_bpb"] - 0.5  # it learnt something
 
 
@@ -221,15 +223,3 @@ def processes():
         except OSError:
             continue
     return found
-
-
-@pytest.mark.slow
-def test_ctrl_c_stops_after_a_checkpoint(write_table, base_dir):
-    table = write_table(num_iterations=100_000, seeds="[0]")
-    metrics = base_dir / "checkpoints" / "rates.default.0" / "metrics.jsonl"
-    with subprocess.Popen([sys.executable, "-m", "scripts.ablate", str(table)], stdout=subprocess.PIPE,
-                          text=True) as process:
-        wait_for_step_40(metrics, process)
-        process.send_signal(signal.SIGINT)
-        output, _ = process.communicate(timeout=120)
-    assert process.returncode == 130 and list(metrics.parent.glob("step_*")), output

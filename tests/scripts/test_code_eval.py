@@ -55,8 +55,7 @@ def test_an_evaluation_is_repeated_exactly_and_others_are_compared_with_it(code_
     records = [json.loads(line) for line in lines[1:]]
     assert all(record["status"] in ("no code", "does not compile", "failed", "passed") for record in records)
     assert "pass@2, drawn" in code_eval.output and "bits per byte" in code_eval.output
-    page = (tmp_path / "whole/page.html").read_text()
-    assert "http" not in page and "src=" not in page and page.count("<details>") == 2
+    assert "bits per byte" in (tmp_path / "whole/scores.txt").read_text()
 
     code_eval("b", "other", f"--against={tmp_path / 'whole'}")
     assert "the difference to --against" in code_eval.output and "p = " in code_eval.output
@@ -133,8 +132,7 @@ def test_bits_of_a_text_are_those_of_the_models_probabilities(byte_tokenizer_dir
 
 def test_solutions_are_checked_without_a_model(code_eval, tmp_path, capsys):
     assert main(["--check", f"--problems={tmp_path / 'problems.jsonl'}"]) == 0
-    assert "2 of 2 solutions pass\n" in (output := capsys.readouterr().out)
-    assert "0 of 2 solutions with one line deleted pass" in output
+    assert "2 of 2 solutions pass\n" in capsys.readouterr().out
     (tmp_path / "wrong.jsonl").write_text(json.dumps(PROBLEM | {"task_id": "w", "test": "int main() { return 1; }"}))
     assert main(["--check", f"--problems={tmp_path / 'wrong.jsonl'}"]) == 1
     assert "w: failed\nended with status 1" in capsys.readouterr().out

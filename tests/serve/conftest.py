@@ -58,7 +58,8 @@ def gap_run(tmp_path_factory, byte_tokenizer_dir):
     model = GPT(config, get_kernels("current", "cpu")).init_weights(seed=1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=6e-3)
     generator = np.random.default_rng(0)
-    for _ in range(STEPS):
+    for step in range(STEPS):
+        optimizer.param_groups[0]["lr"] = 6e-3 * (1 - step / STEPS)  # else what it has learnt depends on the threads
         ids, targets = map(torch.tensor, zip(*(example(tokenizer, generator, 160) for _ in range(4)), strict=True))
         loss = F.cross_entropy(model(ids).flatten(0, 1), targets.flatten(), ignore_index=-1)
         optimizer.zero_grad()
