@@ -24,7 +24,7 @@ from nanochat.checkpoint.on_disk import find_checkpoint
 from nanochat.common import BadInput, flag, read_flags, run_script
 from nanochat.data.shards import TextFlags, open_text, whole_texts
 from nanochat.device.ranks import compute_cleanup, compute_init, prepare_xla_environment
-from nanochat.infer.load import ModelFlags, resolve_inference_device_type
+from nanochat.infer.flags import ModelFlags, resolve_inference_device_type
 from nanochat.infer.sample import Sampling
 from nanochat.serve.completer import Options, copied, is_word, load_completer
 

@@ -22,7 +22,6 @@ from pathlib import Path
 
 import numpy as np
 
-from nanochat.checkpoint.meta import load_meta, require_same
 from nanochat.checkpoint.on_disk import list_checkpoints
 from nanochat.common import (
     BadInput,
@@ -39,9 +38,6 @@ from nanochat.data.hub_files import require_commits
 from nanochat.device.ranks import prepare_xla_environment, resolve_device_type
 from nanochat.record.history import read_run
 from nanochat.run.processes import expected_world_size, started_module
-from nanochat.train.flags import parse_flags
-from nanochat.train.language import make_task
-from nanochat.train.prepare import FINISHED_FILE, run_directory
 
 PREEMPTED = 75  # status of base_train: start the same command again
 NOT_FOR_TABLES = ("run", "seed", "resume", "help", "config")
@@ -65,6 +61,7 @@ class Trial:
     num_iterations: int
 
     def is_finished(self):
+        from nanochat.train.prepare import FINISHED_FILE
         return (self.directory / FINISHED_FILE).exists()
 
 
@@ -142,6 +139,10 @@ def flags_of_table(values):
 
 def make_trial(variant, seed, argv):
     """Returns a Trial, after all checks that need no device: errors come now, and not after hours."""
+    from nanochat.checkpoint.meta import load_meta, require_same
+    from nanochat.train.flags import parse_flags
+    from nanochat.train.language import make_task
+    from nanochat.train.prepare import run_directory
     flags = parse_flags(argv)
     for places in (flags.data.data_dir, flags.data.val_dir):
         require_commits(places)  # all runs must read the same data

@@ -24,19 +24,12 @@ import pyarrow.parquet as pq
 from nanochat.checkpoint.on_disk import find_checkpoint
 from nanochat.common import BadInput, flag, get_base_dir, locked, read_flags, require_writable_dir, run_script
 from nanochat.data.bucket import data_place, is_remote, pinned
-from nanochat.data.mixture import Source, tokens_in
 from nanochat.data.shards import DEFAULT_DIRS, TextFlags, open_shards, open_text, read_columns
 from nanochat.data.tokenizer import FIM_TOKENS, load_tokenizer
 from nanochat.device.ranks import resolve_device_type
-from nanochat.infer.load import load_language_meta
-from nanochat.model.rates import run_lr_scale
 from nanochat.record.history import read_run
 from nanochat.record.metrics import METRICS_FILE, format_duration
 from nanochat.run.processes import expected_world_size, run_module
-from nanochat.train.describe import seconds_of_row
-from nanochat.train.flags import Flags as TrainFlags
-from nanochat.train.flags import RunFlags, named_places
-from nanochat.train.prepare import run_directory
 from scripts.prepare_data import choose_held_out
 
 HELD_OUT = 0.1  # of the project's text
@@ -92,6 +85,7 @@ def divide(shards, folder):
 def old_data(flags, meta, path):
     """Returns {split: folder} of the shards that the model was trained and validated on, or None if nothing is known of
     imported weights. Raises BadInput."""
+    from nanochat.train.flags import named_places
     if not (meta.flags or flags.data_dir or flags.val_dir):
         return None
     of_mixture = meta.flags.get("data_mix") or (meta.flags.get("data_dir") or "").endswith(".toml")
@@ -115,9 +109,12 @@ def batch_of(flags, meta):
 
 
 def count_steps(flags, meta, own, tokenizer):
-    """Returns the steps of the training, half of whose tokens are of the project, and the tokens of an evaluation."""
+    """Returns the steps of the training, half of whose tokens are of the project, and the tokens of an evaluation. own:
+    the Shards of the project."""
+    from nanochat.data.mixture import Source, tokens_in
+    from nanochat.train.describe import seconds_of_row
     tokens, row = batch_of(flags, meta)
-    steps_per_epoch = tokens_in(own, tokenizer) / (tokens / 2)
+    steps_per_epoch = tokens_in(Source("own", "", shards=own), tokenizer) / (tokens / 2)
     steps = flags.epochs * steps_per_epoch
     time = ""
     eval_tokens = EVAL_TOKENS
@@ -180,6 +177,7 @@ def training_flags(flags, path, meta, steps, folder, eval_tokens=EVAL_TOKENS):
 # the pace of the first training instead: its factor for the length, and its decay in a step.
 def rate_flags(flags, meta, steps):
     """Returns the flags of the rates and the decay of a training of so many steps."""
+    from nanochat.model.rates import run_lr_scale
     if meta.model_config.has_begun_rate:
         return [f"--lr_scale={flags.rate / RATE:g}"]
     saved = meta.flags
@@ -202,7 +200,7 @@ def prepare(flags, path, meta, old, folder):
     run_module("scripts.prepare_data", f"--source={flags.source}", f"--out_dir={folder / 'project'}", "--eval_only")
     divide(open_shards(sorted((folder / "project" / "val").glob("*.parquet"))), folder / "own")
     own = open_shards([folder / "own" / "train" / "shard_00000.parquet"])
-    steps, eval_tokens = count_steps(flags, meta, MixtureSource("own", "", shards=own), tokenizer)
+    steps, eval_tokens = count_steps(flags, meta, own, tokenizer)
     if old is None:
         run_module("scripts.prepare_data", "--installed_headers", "--val_projects=torch/c10",
                    f"--out_dir={folder / 'old'}")
@@ -243,6 +241,10 @@ def report(flags, directory, training):
 
 def main(argv=None):
     (flags,) = read_flags(argv, __doc__, {Flags: "flags"})
+    from nanochat.infer.load import load_language_meta
+    from nanochat.train.flags import Flags as TrainFlags
+    from nanochat.train.flags import RunFlags
+    from nanochat.train.prepare import run_directory
     directory = run_directory(TrainFlags(RunFlags(flags.run)))
     folder = get_base_dir() / "adapt" / flags.run
     unfinished = folder / UNFINISHED_FILE

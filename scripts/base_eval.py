@@ -12,11 +12,9 @@ from nanochat.common import BadInput, flag, read_flags, run_script
 from nanochat.data.bucket import check_cache, is_remote
 from nanochat.data.fim import KINDS, Infilling, check_fim
 from nanochat.data.lanes import NUM_LANES
-from nanochat.data.loader import DataLoader, RankRows
 from nanochat.data.shards import TextFlags, open_text
 from nanochat.device.ranks import prepare_xla_environment, print0, resolve_device_type
-from nanochat.infer.load import CheckpointFlags, load_language_meta, load_model, resolve_inference_device_type
-from nanochat.infer.loss_eval import bits_per_byte, from_left_to_right, with_suffixes, without_suffixes
+from nanochat.infer.flags import CheckpointFlags, resolve_inference_device_type
 from nanochat.infer.on_mesh import MeshFlags, run_on_mesh
 from nanochat.infer.prompt import fills_gaps
 
@@ -34,6 +32,7 @@ class Flags(TextFlags, CheckpointFlags):
 
 def main(argv=None):
     flags, of_mesh = read_flags(argv, __doc__, {Flags: "flags", MeshFlags: "mesh"})
+    from nanochat.infer.load import load_language_meta
     if flags.quantize == "none":
         device_type = resolve_device_type(flags.device_type)
     else:
@@ -57,6 +56,9 @@ def main(argv=None):
 
 def evaluate_checkpoint(flags, path, seq_len, shards, mesh, dist):
     """Evaluates the checkpoint at `path` on rows of `seq_len` tokens, as one rank of a Mesh; rank 0 prints."""
+    from nanochat.data.loader import DataLoader, Rows
+    from nanochat.infer.load import load_model
+    from nanochat.infer.loss_eval import bits_per_byte
     model, tokenizer, meta = load_model(path, dist, tokenizer_dir=flags.tokenizer_dir, kernel=flags.kernel,
                                         quantize=flags.quantize, mesh=mesh)
     about = f"{path} (step {meta.step})"
@@ -84,6 +86,7 @@ def evaluate_checkpoint(flags, path, seq_len, shards, mesh, dist):
 
 def print_middles(tokenizer, seed, evaluate):
     """Prints the bits per byte of middles of each kind. evaluate: see evaluate_checkpoint."""
+    from nanochat.infer.loss_eval import from_left_to_right, with_suffixes, without_suffixes
     print0(f"{'middles':<12}{'bytes':>12}{'with suffix':>13}{'without':>10}{'left to right':>15}")
     for kind in KINDS:
         found = []

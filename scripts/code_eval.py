@@ -16,13 +16,13 @@ from nanochat.checkpoint.on_disk import find_checkpoint
 from nanochat.common import expand_path, flag, read_flags, run_script
 from nanochat.data.shards import TextFlags
 from nanochat.device.ranks import compute_cleanup, compute_init, prepare_xla_environment, resolve_device_type
-from nanochat.infer.load import CheckpointFlags, load_language_meta, load_model, weights_of
+from nanochat.infer.flags import CheckpointFlags
 from nanochat.judge.code_eval import TASKS, check_solutions, evaluate, make_items, read_others
 from nanochat.judge.eval_report import require_scipy, write_report
+from nanochat.judge.flags import WriterFlags
 from nanochat.judge.judge import Judge, JudgeFlags
 from nanochat.judge.problems import digest, read_sets, usable
 from nanochat.judge.results import results_dir, results_file, write_results
-from nanochat.judge.writer import Writer, WriterFlags
 from nanochat.record.progress import Progress
 
 
@@ -54,6 +54,8 @@ def main(argv=None):
         with Judge() as judge:
             return check_solutions(problems, judge, judging.num_workers)
     require_scipy()
+    from nanochat.infer.load import load_language_meta, load_model, weights_of
+    from nanochat.judge.writer import Writer
     device_type = resolve_device_type(of_model.device_type)
     prepare_xla_environment(device_type)
     path = find_checkpoint(of_model.checkpoint)

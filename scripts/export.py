@@ -9,23 +9,25 @@ import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
 from safetensors import SafetensorError
 
 from nanochat.checkpoint.on_disk import MODEL, find_checkpoint
 from nanochat.common import BadInput, expand_path, flag, is_disk_full, not_empty, read_flags, run_script
 from nanochat.data.tokenizer import TokenizerFlags
 from nanochat.device.ranks import Dist
-from nanochat.export import export, llama, llama_cpp, model_card
-from nanochat.infer.load import load_model
 from nanochat.infer.prompt import fills_gaps
 from nanochat.record.history import read_run
+
+FORMATS = ("transformers", "safetensors")
+GGUF_KINDS = ("f16", "q8_0")
 
 
 @dataclass(frozen=True)
 class Flags(TokenizerFlags):
-    out: Path | None = flag(None, "folder to make, or *.gguf", of=expand_path)
-    gguf: str | None = flag(None, "the type of the matrices in a *.gguf; default: f16", choices=llama_cpp.KINDS)
+    out: Path | None = flag(None, "folder to make, *.gguf, or *.safetensors with --format=safetensors",
+                            of=expand_path)
+    format: str = flag("transformers", "a folder for transformers, or one file of weights", choices=FORMATS)
+    gguf: str | None = flag(None, "the type of the matrices in a *.gguf; default: f16", choices=GGUF_KINDS)
     checkpoint: str = flag("", "a run (its newest checkpoint), RUN/step_000100 or a path; none: the newest",
                            of=not_empty)
     force: bool = flag(False, "replace an existing export")
@@ -33,6 +35,10 @@ class Flags(TokenizerFlags):
 
 def main(argv=None):
     (flags,) = read_flags(argv, __doc__, {Flags: "flags"})
+    import torch
+
+    from nanochat.export import export, llama, llama_cpp, model_card
+    from nanochat.infer.load import load_model
     if flags.out is None:
         raise BadInput("--out is needed: name the folder or file to make")
     is_gguf = flags.out.suffix == export.GGUF

@@ -15,8 +15,7 @@ from pathlib import Path
 from nanochat.checkpoint.on_disk import find_checkpoint
 from nanochat.common import BadInput, expand_path, flag, read_flags, read_named, run_script
 from nanochat.device.ranks import prepare_xla_environment
-from nanochat.infer.engine import Engine
-from nanochat.infer.load import ModelFlags, load_language_meta, load_model, resolve_inference_device_type
+from nanochat.infer.flags import ModelFlags, resolve_inference_device_type
 from nanochat.infer.on_mesh import MeshFlags, run_on_mesh
 from nanochat.infer.sample import Sampling
 
@@ -44,6 +43,7 @@ def main(argv=None):
     of_model, of_prompt, sampling, of_mesh = read_flags(argv, __doc__, {
         ModelFlags: "model", PromptFlags: "prompt (without any: standard input)", Sampling: "sampling",
         MeshFlags: "mesh"})
+    from nanochat.infer.load import load_language_meta
     device_type = resolve_inference_device_type(of_model.device_type)
     prepare_xla_environment(device_type)
     path = find_checkpoint(of_model.checkpoint)
@@ -56,6 +56,8 @@ def main(argv=None):
 def complete(of_model, path, prompt, echo, sampling, mesh, dist):
     """Completes the bytes `prompt` with the checkpoint at `path`, as one rank of a Mesh: all draw the same tokens, rank
     0 prints them."""
+    from nanochat.infer.engine import Engine
+    from nanochat.infer.load import load_model
     model, tokenizer, meta = load_model(path, dist, tokenizer_dir=of_model.tokenizer_dir, quantize=of_model.quantize,
                                         kernel=MESH_KERNEL if mesh.divides_weights else "auto", mesh=mesh)
 

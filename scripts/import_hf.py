@@ -9,11 +9,6 @@
 from dataclasses import dataclass
 
 from nanochat.common import BadInput, flag, not_empty, read_flags, run_script, say
-from nanochat.export.hub import import_model
-from nanochat.model.models import describe
-from nanochat.train.flags import Flags as TrainingFlags
-from nanochat.train.flags import RunFlags
-from nanochat.train.prepare import run_directory
 
 
 @dataclass(frozen=True)
@@ -27,6 +22,11 @@ class Flags:
 
 def main(argv=None):
     (flags,) = read_flags(argv, __doc__, {Flags: "flags"})
+    from nanochat.export.hub import import_model
+    from nanochat.model.models import describe
+    from nanochat.train.flags import Flags as TrainingFlags
+    from nanochat.train.flags import RunFlags
+    from nanochat.train.prepare import run_directory
     if not flags.run:
         raise BadInput("--run is needed: name the run to make")
     directory = run_directory(TrainingFlags(RunFlags(run=flags.run)))

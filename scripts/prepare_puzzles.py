@@ -14,7 +14,6 @@ import numpy as np
 from nanochat import common
 from nanochat.common import expand_path, flag
 from nanochat.puzzles.make import Maker, make_splits
-from nanochat.puzzles.puzzle_data import write_puzzles
 
 
 @dataclass(frozen=True)
@@ -38,6 +37,7 @@ def main(argv=None):
     (flags,) = common.read_flags(argv, __doc__, {Flags: "flags"})
     rows, columns = map(int, flags.box.split("x"))
     maker = Maker((rows, columns), flags.seed)
+    from nanochat.puzzles.puzzle_data import write_puzzles
     out_dir = common.require_writable_dir(flags.out_dir or common.get_base_dir() / "puzzles")
     refusal = f"another prepare_puzzles is writing to {out_dir}: wait for it, or choose another --out_dir"
     with common.locked(out_dir / ".lock", refusal):

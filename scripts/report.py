@@ -24,11 +24,9 @@ from pathlib import Path
 
 import numpy as np
 
-from nanochat.checkpoint.meta import load_meta
 from nanochat.checkpoint.on_disk import list_checkpoints
 from nanochat.common import BadInput, expand_path, flag, read_flags, read_named, require_writable_dir, run_script
 from nanochat.device.tpu import GIB
-from nanochat.model.models import CONFIG_FLAGS
 from nanochat.record.history import read_run
 from nanochat.record.metrics import format_count, format_duration
 
@@ -201,6 +199,7 @@ def with_values(remedy, flags):
 
 def flags_of(run):
     """Returns the flags {name: value} of the run's newest checkpoint whose meta.json can be read, {} without one."""
+    from nanochat.checkpoint.meta import load_meta
     for path in reversed(list_checkpoints(run.directory)):
         try:
             return load_meta(path).flags
@@ -277,8 +276,8 @@ def save_figure(path, panels):
 # The comparison with the preflight, as Markdown to paste into an issue
 
 PACKAGES = ("torch", "torch_xla", "libtpu", "jax")  # which decide the speed
-# Flags that change a step's time or memory. The preflight must have the values of the run.
-OF_THE_PROGRAMS = (*CONFIG_FLAGS, "device_batch_size", "total_batch_size", "seq_len_ramp", "kernel", "compute_dtype",
+# Flags that change a step's time or memory, besides those of the model. The preflight must have the values of the run.
+OF_THE_PROGRAMS = ("device_batch_size", "total_batch_size", "seq_len_ramp", "kernel", "compute_dtype",
                    "activation_checkpointing", "products", "shard_optimizer", "teacher")
 
 
@@ -341,8 +340,9 @@ def error_bar(estimate):
 
 def differences(flags, estimated):
     """Returns the flags in which the programs of the run and of the preflight differ, with both values."""
+    from nanochat.model.models import CONFIG_FLAGS
     found = []
-    for name in OF_THE_PROGRAMS:
+    for name in (*CONFIG_FLAGS, *OF_THE_PROGRAMS):
         if name not in flags or name not in estimated or flags[name] == estimated[name]:
             continue
         if {flags[name], estimated[name]} == {"on", "auto"}:  # the same for shard_optimizer on a TPU

@@ -14,9 +14,8 @@ from pathlib import Path
 from nanochat.checkpoint.on_disk import find_checkpoint
 from nanochat.common import BadInput, expand_path, flag, read_flags, read_named, run_script
 from nanochat.device.ranks import compute_cleanup, compute_init, prepare_xla_environment
-from nanochat.infer.load import ModelFlags, load_language_meta, resolve_inference_device_type
+from nanochat.infer.flags import ModelFlags, resolve_inference_device_type
 from nanochat.infer.sample import checked_max_tokens
-from nanochat.serve.completer import load_completer
 
 
 @dataclass(frozen=True)
@@ -48,6 +47,8 @@ class LimitFlags:
 def main(argv=None):
     of_model, of_server, limits = read_flags(argv, __doc__, {
         ModelFlags: "model", ServerFlags: "server", LimitFlags: "limits of each request"})
+    from nanochat.infer.load import load_language_meta
+    from nanochat.serve.completer import load_completer
     try:
         from nanochat.serve.connections import listen, make_runner
         from nanochat.serve.server import Server, make_app

@@ -11,12 +11,10 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from nanochat.checkpoint.on_disk import find_checkpoint
 from nanochat.common import expand_path, flag, read_flags, run_script
 from nanochat.device.ranks import compute_cleanup, prepare_xla_environment
-from nanochat.infer.load import ModelFlags, load_language_meta, resolve_inference_device_type, weights_of
+from nanochat.infer.flags import ModelFlags, resolve_inference_device_type
 from nanochat.judge.eval_report import require_scipy
 from nanochat.judge.judge import Judge, JudgeFlags
 from nanochat.judge.problems import ProblemFlags, digest
@@ -35,6 +33,9 @@ def main(argv=None):
         ModelFlags: "model", ProblemFlags: "what it solves", SearchFlags: "search", ResultFlags: "judging"})
     if of_problems.is_comparison:
         require_scipy()
+    import torch
+
+    from nanochat.infer.load import load_language_meta, weights_of
     problems = of_problems.read()
     methods, budgets = flags.methods_and_budgets(of_problems.is_comparison)
     device_type = resolve_inference_device_type(of_model.device_type)

@@ -33,13 +33,14 @@ from hypothesis import strategies as st  # noqa: E402
 LAUNCHED = ["spawn", "Trainer"]  # of nanochat.train.launch
 # Where the real work of each script begins: there the test stops it.
 WORK = {
-    "ablate": ["started_module"], "adapt": ["run_module"], "base_eval": ["DataLoader"],
-    "base_train": LAUNCHED,
+    "ablate": ["started_module"], "adapt": ["run_module"], "base_eval": ["nanochat.data.loader.DataLoader"],
+    "base_train": ["spawn", "Trainer", "run_preflight"],
     "bench.kernels": ["measure"], "bench.loader": ["compare_all"], "bench.train": ["Training"], "code_eval": ["Judge"],
-    "demo": ["run"], "export": ["load_model"], "generate": ["Engine"],
-    "import_hf": ["import_model"], "lsp": ["run"], "prepare_data": ["prepare"],
+    "demo": ["run"], "export": ["nanochat.infer.load.load_model"], "generate": ["nanochat.infer.engine.Engine"],
+    "import_hf": ["nanochat.export.hub.import_model"], "lsp": ["run"], "prepare_data": ["prepare"],
     "prepare_puzzles": ["make_splits"], "puzzle_train": LAUNCHED, "report": ["summarise"],
-    "serve": ["load_completer"], "solve": ["Judge"], "tok_eval": ["fetch_openai"], "tok_train": ["choose_texts"],
+    "serve": ["nanochat.serve.completer.load_completer"], "solve": ["Judge"],
+    "tok_eval": ["fetch_openai"], "tok_train": ["choose_texts"],
     "tpu_check": ["check_all"], "tpu_preflight": ["prepare"],
     "dev.bench_replay": ["load_completer"], "dev.bench_serve": ["get_context"]}
 
@@ -161,7 +162,8 @@ def outcome_of(module, work, argv):
     with contextlib.ExitStack() as stack:
         for function in work:
             place = launch if function in LAUNCHED else module
-            stack.enter_context(mock.patch.object(place, function, side_effect=WorkBegins))
+            target = function if "." in function else f"{place.__name__}.{function}"
+            stack.enter_context(mock.patch(target, side_effect=WorkBegins))
         for function in ("stop_on_signals", "stop_on_preemption_notice"):
             stack.enter_context(mock.patch.object(launch.stopping, function))
         stack.enter_context(mock.patch.dict(os.environ))

@@ -120,6 +120,16 @@ def test_a_run_prints_by_say_alone_which_escapes_what_a_terminal_would_obey():
     assert core and not [path for path in core if re.search(r"\bprint\(|warnings\.warn|console=print", texts[path])]
 
 
+def test_a_script_reads_its_flags_without_torch_which_takes_seconds_to_import():
+    """So --help comes at once. The flags of training know the models."""
+    late = {"base_train", "puzzle_train", "tpu_check", "tpu_preflight"}
+    names = sorted({path.stem for path in (ROOT / "scripts").glob("[a-z]*.py")} - late)
+    program = f"import importlib, sys; print([name for name in {names} if " \
+              "importlib.import_module(f'scripts.{name}') and 'torch' in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert len(names) > 10 and done.stdout == "[]\n", done.stdout + done.stderr
+
+
 def test_no_python_file_is_longer_than_600_lines():
     lines = {path: len((ROOT / path).read_text().splitlines())
              for path in [*SOURCES, *(path.relative_to(ROOT) for path in (ROOT / "tests").rglob("*.py"))]}

@@ -1,6 +1,7 @@
 """The ranks of a run and the devices that they run on.
 
-torch_xla is imported inside functions only: importing this module touches neither the XLA runtime nor the network.
+torch and torch_xla are imported inside functions only: a script that imports this module prints its --help at once, and
+touches neither the XLA runtime nor the network.
 """
 import ctypes
 import os
@@ -10,8 +11,6 @@ import threading
 import traceback
 from dataclasses import dataclass, field
 from functools import partial
-
-import torch
 
 from nanochat.common import BadInput, Failure, say
 from nanochat.device import tpu
@@ -42,15 +41,21 @@ def resolve_device_type(requested="auto", pci_devices="/sys/bus/pci/devices"):
                 raise BadInput(f"this machine has {chips} TPU chips but PJRT_DEVICE={pjrt_device}: unset PJRT_DEVICE, "
                                "or ask for the CPU with --device_type=xla")
             return "tpu"
-        if torch.cuda.is_available():
+        if has_gpu():
             return "cuda"
         say("no TPU and no GPU here: running on XLA CPU devices (as many as CPU_NUM_DEVICES says)", sys.stderr)
         return "xla"
     if requested == "tpu" and not chips:
         raise BadInput("--device_type=tpu, but this machine has no TPU chips: use --device_type=xla to run on the CPU")
-    if requested == "cuda" and not torch.cuda.is_available():
+    if requested == "cuda" and not has_gpu():
         raise BadInput("--device_type=cuda, but PyTorch sees no GPU: use --device_type=xla to run on the CPU")
     return requested
+
+
+def has_gpu():
+    """Returns whether PyTorch sees a GPU."""
+    import torch
+    return torch.cuda.is_available()
 
 
 def prepare_xla_environment(device_type):
@@ -114,7 +119,7 @@ def keep_freed_memory():
 class Dist:
     """A rank, and the device that it runs on."""
     device_type: str  # "tpu", "xla", "cuda" or "cpu"
-    device: torch.device
+    device: object  # a torch.device
     rank: int = 0
     world_size: int = 1
     hosts: int = 1  # of the run; each has the same number of ranks
@@ -151,6 +156,7 @@ def compute_init(device_type, hosts=1):
         dist = Dist(device_type, torch_xla.device(), xr.global_ordinal(), xr.world_size(), hosts,
                     xr.local_ordinal())
     elif device_type == "cuda":
+        import torch
         local_rank = int(os.environ.get("LOCAL_RANK", 0))
         world_size = int(os.environ.get("WORLD_SIZE", 1))
         torch.cuda.set_device(local_rank)
@@ -160,6 +166,7 @@ def compute_init(device_type, hosts=1):
             torch.distributed.init_process_group("nccl", device_id=device)
         dist = Dist("cuda", device, int(os.environ.get("RANK", 0)), world_size, local_rank=local_rank)
     else:
+        import torch
         dist = Dist("cpu", torch.device("cpu"))
     _this_thread.dist = dist
     return dist
@@ -209,6 +216,7 @@ def _start_runtime(begin, local_rank, local_world_size):
 
 def compute_cleanup(dist):
     if dist.device_type == "cuda" and dist.world_size > 1:
+        import torch
         torch.distributed.destroy_process_group()
     _this_thread.dist = None
 

@@ -11,7 +11,6 @@ from nanochat.export import llama
 from nanochat.export.tokenizer_json import tokenizer_json
 from nanochat.infer.prompt import fills_gaps
 
-KINDS = ("f16", "q8_0")
 MARK = "nanochat.step"  # an entry at the beginning of a file, by which export.py knows what it may replace
 LARGEST_F16 = 65504
 BLOCK = 32  # values of a row that share a scale in q8_0
@@ -86,7 +85,7 @@ def is_file_of_ours(path):
 
 
 def write_gguf(file, path, model, tokenizer, meta, kind):
-    """Writes the GGUF `file`. path: of the checkpoint, with its Meta; kind: one of KINDS, the type of the matrices.
+    """Writes the GGUF `file`. path: of the checkpoint, with its Meta; kind: "f16" or "q8_0", the type of the matrices.
     Raises BadInput for what llama.cpp does not compute."""
     import gguf
     if model.config.arch != "llama":

@@ -1,6 +1,5 @@
 """Finds and loads the model of a checkpoint, to complete text or to evaluate."""
 import hashlib
-from dataclasses import dataclass
 
 import torch
 from safetensors import SafetensorError
@@ -8,31 +7,14 @@ from safetensors import SafetensorError
 from nanochat.checkpoint.meta import load_meta, read_language_config
 from nanochat.checkpoint.on_disk import MODEL, SOURCE, find_problem, sha256_of_files, tensor_files
 from nanochat.checkpoint.pieces import load_tensors
-from nanochat.common import BadInput, flag, not_empty
-from nanochat.data.tokenizer import TokenizerFlags, check_tokenizer, load_tokenizer
+from nanochat.common import BadInput
+from nanochat.data.tokenizer import check_tokenizer, load_tokenizer
 from nanochat.device.mesh import ONE_CHIP
-from nanochat.device.ranks import DEVICE_TYPES, resolve_device_type
-from nanochat.device.tpu import count_tpu_chips
 from nanochat.infer.quantize import Int8GPT, require_same_model
 from nanochat.kernels.choose import get_kernels, kernel_for
 from nanochat.kernels.sharded import Sharding
 from nanochat.model.parts import Parts
 from nanochat.model.weights import shapes
-
-
-@dataclass(frozen=True)
-class CheckpointFlags(TokenizerFlags):
-    """Which model a script loads, and the device."""
-    checkpoint: str = flag("", "a run (its newest checkpoint), RUN/step_000100 or a path; default: the newest of all",
-                           of=not_empty)
-    device_type: str = flag("auto", "one of " + ", ".join(DEVICE_TYPES))
-
-
-@dataclass(frozen=True)
-class ModelFlags(CheckpointFlags):
-    """Which model a script completes text with, and the device."""
-    quantize: str = flag("none", "int8: less than half the memory, several times the speed, on the CPU",
-                         choices=("none", "int8"))
 
 
 def load_language_meta(path):
@@ -44,14 +26,6 @@ def load_language_meta(path):
     if meta.source and not (path / SOURCE).exists():
         raise BadInput(f"checkpoint {path} is damaged ({SOURCE} is missing): use another one")
     return meta
-
-
-def resolve_inference_device_type(requested):
-    """Returns the device type for `--device_type`, like resolve_device_type, but `auto` is "cpu" without a TPU or GPU:
-    XLA's CPU devices imitate a TPU, and are slower."""
-    if requested == "auto" and not count_tpu_chips() and not torch.cuda.is_available():
-        return "cpu"
-    return resolve_device_type(requested)
 
 
 def weights_of(path):

@@ -7,9 +7,6 @@ from nanochat.common import BadInput, flag
 from nanochat.device import tpu
 from nanochat.device.mesh import ONE_CHIP, Mesh
 from nanochat.device.ranks import compute_cleanup, compute_init, prepare_libtpu
-from nanochat.kernels.choose import get_kernels
-from nanochat.kernels.sharded import Sharding
-from nanochat.model.parts import require_parts
 from nanochat.run.processes import begin_with_parent, expected_world_size, run_as_ranks
 
 
@@ -21,6 +18,9 @@ class MeshFlags:
     def mesh(self, config, device_type, kernel):
         """Returns the Mesh of all chips of this machine for a model's config, or ONE_CHIP if the flags divide nothing.
         Raises BadInput if it does not fit the model, the chips or the kernel."""
+        from nanochat.kernels.choose import get_kernels  # here, because torch takes seconds, which --help need not wait
+        from nanochat.kernels.sharded import Sharding
+        from nanochat.model.parts import require_parts
         if (self.mesh_fsdp, self.mesh_tensor) == (1, 1):
             return ONE_CHIP
         accelerator = tpu.detect_accelerator() if device_type == "tpu" else None

@@ -2,8 +2,6 @@
 import codecs
 from dataclasses import dataclass
 
-import torch
-
 from nanochat.common import BadInput, flag
 
 GREEDY_BELOW = 1e-9  # such a temperature always takes the likeliest token: logits over a smaller one may be infinite
@@ -64,11 +62,11 @@ def choose_token(logits, generator, temperature, top_k, top_p):
     if temperature < GREEDY_BELOW:
         return int(logits.argmax())
     logits, ids = logits.topk(min(top_k or len(logits), len(logits)))  # the likeliest first
-    probabilities = torch.softmax(logits.double() / temperature, dim=0)
+    probabilities = (logits.double() / temperature).softmax(dim=0)
     # A token stays unless the tokens before it reach top_p, so the likeliest always stays.
     likelier = probabilities.cumsum(0) - probabilities  # the sum of the tokens before each one
     probabilities[likelier >= top_p] = 0
-    return int(ids[torch.multinomial(probabilities, 1, generator=generator)])
+    return int(ids[probabilities.multinomial(1, generator=generator)])
 
 
 class Sample:
@@ -82,6 +80,7 @@ class Sample:
     def __init__(self, tokenizer, stop, max_tokens, show, known=b"", seed=0):
         """show: called with each piece of text that no stop string can remove any more. known: the end of the prompt,
         which the first tokens repeat; it is excluded from the text, and tokens that only repeat it are not counted."""
+        import torch  # here, so that scripts with these flags print --help at once
         self.text = ""
         self.num_tokens = 0
         self.num_drawn = 0

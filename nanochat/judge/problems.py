@@ -228,3 +228,8 @@ def usable(problems):
 def digest(problems):
     """Returns a hexadecimal number that identifies these problems."""
     return hashlib.sha256(repr(problems).encode()).hexdigest()[:16]
+
+
+def size(text):
+    """Returns the bytes of a text."""
+    return len(text.encode(errors="replace"))

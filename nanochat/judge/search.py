@@ -17,9 +17,8 @@ from nanochat.common import BadInput
 from nanochat.infer.prompt import MAX_TAKEN_BACK
 from nanochat.infer.sample import ignore
 from nanochat.judge.judge import DOES_NOT_COMPILE, NO_CODE, PASSED, UNFINISHED, Judge, Verdict, has_code
-from nanochat.judge.problems import Problem
+from nanochat.judge.problems import Problem, size
 from nanochat.judge.unfinished import block_of, closers, end_of_function, ends_statement, error_lines
-from nanochat.judge.writer import Writer, size
 
 COMPILES = "compiles"  # the verdict without tests
 NOT_CALLED = Verdict(DOES_NOT_COMPILE, "the budget of compiler calls was used up")
@@ -58,7 +57,7 @@ class Answer:
 @dataclass
 class Search:
     """The state of one search: what it spent, and the best answer."""
-    writer: Writer
+    writer: object  # a Writer
     judge: Judge
     problem: Problem  # with the tests that the search may see
     budget: Budget

@@ -7,13 +7,12 @@ from statistics import fmean
 
 from nanochat.common import BadInput, flag, printable, say
 from nanochat.device.ranks import compute_cleanup, compute_init
-from nanochat.infer.load import load_model
 from nanochat.infer.prompt import fills_gaps
 from nanochat.infer.sample import ignore
 from nanochat.judge.eval_report import compare, compiles, in_percent, score
+from nanochat.judge.flags import WriterFlags
 from nanochat.judge.judge import PASSED
 from nanochat.judge.search import COMPILES, METHODS, Budget, Search, check_prompt
-from nanochat.judge.writer import Writer, WriterFlags
 
 DEFAULT_METHOD = "tree"
 DEFAULT_BUDGET = 512
@@ -80,6 +79,8 @@ def fitting(methods, meta, is_comparison):
 
 def load_writers(flags, path, device_type, sampling, number, weights=None):
     """Returns `number` Writers of one model; on an accelerator, one. flags: ModelFlags; weights: see load_model."""
+    from nanochat.infer.load import load_model
+    from nanochat.judge.writer import Writer
     dist = compute_init(device_type)
     model, tokenizer, _ = load_model(path, dist, tokenizer_dir=flags.tokenizer_dir, quantize=flags.quantize,
                                      weights=weights)

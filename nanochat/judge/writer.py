@@ -2,32 +2,16 @@
 import difflib
 import math
 import os
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
-from nanochat.common import flag
 from nanochat.device.programs import one_program
 from nanochat.infer.engine import Engine
 from nanochat.infer.prompt import BOS, cut_to, encode_prompt, gap_prompt
-from nanochat.infer.sample import Sampling, checked_max_tokens
 from nanochat.judge.gaps import ONE_LINE_KINDS, Gap
-from nanochat.judge.problems import STOP
+from nanochat.judge.problems import STOP, size
 from nanochat.model.layers import IGNORE_INDEX
-
-
-@dataclass(frozen=True)
-class WriterFlags:
-    """How code_eval and solve draw code."""
-    max_tokens: int = flag(-1, "tokens of a sample; -1: 256, at most half of the context", at_least=1, unset=-1)
-    temperature: float = flag(0.8, "of the drawn samples", above=0)
-    top_p: float = flag(0.95, "draw from the likeliest tokens that have this probability together", above=0, at_most=1)
-    seed: int = flag(0, "the same seed gives the same code, and chooses the same gaps", at_least=0)
-
-    def sampling(self, context, num_samples=1):
-        """Returns the Sampling for a context. Raises BadInput if a sample leaves less than half of it to the prompt."""
-        max_tokens = checked_max_tokens(self.max_tokens, context)
-        return Sampling(num_samples, max_tokens, self.temperature, top_p=self.top_p, seed=self.seed)
 
 
 class Writer:
@@ -114,10 +98,6 @@ class Writer:
         with one_program(self.dist, f"bits {length}"):
             nats = self.model(inputs.to(self.dist.device), targets.to(self.dist.device)).sum()
         return round(nats.item() / math.log(2), 3)
-
-
-def size(text):
-    return len(text.encode(errors="replace"))
 
 
 def similarity(text, other):

@@ -10,7 +10,8 @@ from nanochat.common import BadInput, read_flags
 from nanochat.data.tokenizer import load_tokenizer
 from nanochat.device.ranks import Dist
 from nanochat.infer.engine import Engine, guess_next
-from nanochat.infer.load import ModelFlags, load_model
+from nanochat.infer.flags import ModelFlags
+from nanochat.infer.load import load_model
 from nanochat.infer.prompt import Special, Vocabulary
 from nanochat.infer.quantize import Int8GPT, Int8Matrix
 from nanochat.infer.readers import Reader

@@ -76,7 +76,7 @@ def test_base_eval_takes_the_cpu_for_8_bits_where_there_is_no_accelerator(monkey
     def stop(resolved):
         raise Resolved(resolved)
 
-    for name in ("nanochat.infer.load.count_tpu_chips", "nanochat.device.ranks.count_tpu_chips"):
+    for name in ("nanochat.infer.flags.count_tpu_chips", "nanochat.device.ranks.count_tpu_chips"):
         monkeypatch.setattr(name, lambda *_: 0)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr(base_eval, "prepare_xla_environment", stop)

@@ -93,7 +93,7 @@ def test_a_mesh_that_does_not_fit_is_refused_before_any_process_starts(script, f
 
 
 def test_one_host_of_several_is_refused(saved, monkeypatch):
-    monkeypatch.setattr("nanochat.infer.load.count_tpu_chips", lambda *_: 4)
+    monkeypatch.setattr("nanochat.infer.flags.count_tpu_chips", lambda *_: 4)
     monkeypatch.setattr("nanochat.device.ranks.count_tpu_chips", lambda *_: 4)
     monkeypatch.setattr("nanochat.device.tpu.detect_accelerator", lambda: "v4-32")
     with pytest.raises(BadInput, match="on the chips of one host, and this one is part of a v4-32: leave both out"):

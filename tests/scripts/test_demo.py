@@ -5,7 +5,7 @@ import shutil
 
 from nanochat.checkpoint.on_disk import META, find_checkpoint
 from nanochat.common import read_flags
-from nanochat.infer.load import ModelFlags
+from nanochat.infer.flags import ModelFlags
 from scripts import demo
 from scripts.demo import checkpoint_name
 from scripts.serve import LimitFlags, ServerFlags
