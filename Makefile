@@ -1,12 +1,12 @@
 # make demo: train a small model on this machine.  make test: run the tests; make test-all: the slow ones too.
-# make eval CHECKPOINT=RUN: what a trained model can do.  Each installs what it needs into .venv.
+# Each installs what it needs into .venv.
 PYTHON ?= python3
 .DELETE_ON_ERROR:
 
 # TEST_PROCESSES run tests at the same time. Two cores keep four busy, because many tests wait; the slow ones need memory.
 PYTEST = .venv/bin/python -m pytest --dist=loadgroup --no-loadscope-reorder
 
-.PHONY: demo test test-all eval lint
+.PHONY: demo test test-all lint
 demo: .venv/installed
 	.venv/bin/python -m scripts.demo
 

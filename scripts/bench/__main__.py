@@ -3,7 +3,7 @@
     python3 -m scripts.bench NAME
 
     train       training on this CPU: PyTorch's kernels, this project's, XLA
-    loader      the loader beside the tokenizer alone, with fill in the middle, and its packing beside best fit
+    loader      the loader beside the tokenizer alone, and its packing beside best fit
     kernels     cycles of the attention kernels on a TPU, beside their bound
 
 --help behind a NAME lists the flags of that bench.

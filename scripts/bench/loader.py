@@ -1,4 +1,4 @@
-"""Measures the loader beside the tokenizer alone, with fill in the middle beside without, and the tokens it drops:
+"""Measures the loader beside the tokenizer alone, and the tokens it drops:
 
     python3 -m scripts.bench loader --data_dir=DIR
 
@@ -7,12 +7,11 @@ The tokenizer alone gets the same documents as the loader. On a busy machine com
 import resource
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 from nanochat.common import flag, read_flags
-from nanochat.data.fim import Infilling
-from nanochat.data.loader import DataLoader, RankRows
+from nanochat.data.loader import DataLoader, Rows
 from nanochat.data.shards import TextFlags, open_text
 from nanochat.data.tokenizer import TokenizerFlags, load_tokenizer
 from scripts.bench.rounds import Clock, Spent, compare
@@ -28,7 +27,6 @@ class Flags(TextFlags, TokenizerFlags):
     device_batch_size: int = flag(8, "rows in a batch", at_least=1)
     max_seq_len: int = flag(1024, "T, one less than the tokens in a row", at_least=1)
     threads: int = flag(2, "threads that tokenize, with and without the loader", at_least=1, at_most=1000)
-    fim_rate: float = flag(0.5, "of the loader with fill in the middle", above=0, at_most=1)
     rounds: int = flag(20, f"rounds of {MILLIONS_IN_ROUND} million characters", at_least=1)
 
 
@@ -53,12 +51,6 @@ class Recorder:
         self.counts.append(sum(map(len, texts)))
         self.groups.append(texts)
         self.lengths += map(len, documents)
-        self.ended = time.perf_counter()
-        return documents
-
-    def encode_infills(self, infills):
-        documents = self._tokenizer.encode_infills(infills)
-        self.counts.append(sum(len(text) for infill in infills for text in infill))
         self.ended = time.perf_counter()
         return documents
 
@@ -93,10 +85,9 @@ def tokenize(pool, tokenizer, recorder):
 
 def compare_all(flags, shards, tokenizer):
     before_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    rows = RankRows(flags.device_batch_size, flags.max_seq_len)
-    open_loader = partial(DataLoader, shards, threads=flags.threads)
+    rows = Rows(flags.device_batch_size, flags.max_seq_len)
     recorder = Recorder(tokenizer)
-    with open_loader(recorder, rows) as loader, ThreadPoolExecutor(flags.threads) as pool:
+    with DataLoader(shards, recorder, rows, threads=flags.threads) as loader, ThreadPoolExecutor(flags.threads) as pool:
         compare(UNIT, {"loader": partial(load, loader, recorder),
                        "tokenizer alone": partial(tokenize, pool, tokenizer, recorder)},
                 flags.rounds, reference="tokenizer alone")
@@ -105,16 +96,6 @@ def compare_all(flags, shards, tokenizer):
     print(f"peak memory {peak_mb:,.0f} MB, {before_mb:,.0f} MB of it before the loader was opened")
     best_fit = best_fit_crop(recorder.lengths[:50_000], flags.max_seq_len + 1)
     print(f"the loader dropped {dropped:.4%} of the tokens; best fit, cropping the rest, drops {best_fit:.2%}")
-
-    # Few lanes, because with fill in the middle each reads a megabyte of text at once.
-    plain = Recorder(tokenizer)
-    fim = Recorder(tokenizer)
-    rows = replace(rows, num_lanes=4)
-    infilling = Infilling(flags.fim_rate, rows.seed)
-    with open_loader(plain, rows) as without, open_loader(fim, rows, infilling=infilling) as with_fim:
-        compare(UNIT, {"without": partial(load, without, plain), "--fim_rate": partial(load, with_fim, fim)},
-                flags.rounds, reference="without")
-        print(f"with --fim_rate={flags.fim_rate:g} {with_fim.stats['dropped_share']:.4%} of the tokens were dropped")
 
 
 def best_fit_crop(documents, row_tokens, buffer_size=1000):

@@ -6,6 +6,7 @@ run.
 import asyncio
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from nanochat.common import BadInput
 from tests.serve.conftest import SOURCE, wait_until
 from tests.serve.test_server_clients import node_client
 
@@ -22,7 +24,7 @@ types = pytest.importorskip("lsprotocol.types", reason="pip install '.[lsp]'")
 from pygls.lsp.client import LanguageClient  # noqa: E402
 from pygls.workspace import Workspace  # noqa: E402
 
-from nanochat.serve.lsp import MAX_OTHERS, other_files, request_at  # noqa: E402
+from nanochat.serve.lsp import MAX_OTHERS, make_language_server, other_files, request_at  # noqa: E402
 
 BEFORE, AFTER = SOURCE.split("    return a + b;")
 REST = "urn a + b;"
@@ -94,21 +96,12 @@ def test_what_is_typed_is_completed_at_its_position(client, encoding, end):
     asyncio.run(run())
 
 
-def test_lines_that_end_with_carriage_returns_are_completed_alike(client):
-    async def run():
-        async with editor(client.base_url) as (lsp, _):
-            open_file(lsp, (BEFORE + "    ret" + AFTER).replace("\n", "\r\n"))
-            assert await complete(lsp, 1, 7) == [(REST, (1, 7), (1, 7))]
-
-    asyncio.run(run())
-
-
-def test_a_document_that_is_not_open_gets_nothing_and_an_odd_name_hinders_no_other(client):
+def test_a_document_that_is_not_open_gets_nothing_and_an_odd_name_or_crlf_hinders_no_other(client):
     async def run():
         async with editor(client.base_url) as (lsp, _):
             assert await complete(lsp, 1, 7) == []
             open_file(lsp, "int x;", "file:///project/%00.cpp")
-            open_file(lsp, BEFORE + "    ret" + AFTER)
+            open_file(lsp, (BEFORE + "    ret" + AFTER).replace("\n", "\r\n"))
             assert await complete(lsp, 1, 7) == [(REST, (1, 7), (1, 7))]
             lsp.text_document_did_close(types.DidCloseTextDocumentParams(types.TextDocumentIdentifier(URI)))
             assert await complete(lsp, 1, 7) == []
@@ -296,8 +289,8 @@ def test_neovims_client_keeps_the_text_in_step(client, tmp_path):
 
 @pytest.mark.parametrize("url", ["http://[x", "localhost:8012", "http://x/v1", ""])
 def test_what_is_no_address_is_one_line(url):
-    done = subprocess.run([*COMMAND, f"--url={url}"], capture_output=True, text=True, timeout=60, input="")
-    assert done.returncode == 2 and f"--url={url} is no address" in done.stderr and done.stderr.count("\n") == 1
+    with pytest.raises(BadInput, match=re.escape(f"--url={url} is no address")):
+        make_language_server(url)
 
 
 @pytest.mark.parametrize("how, status, said", [

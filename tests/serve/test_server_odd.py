@@ -61,11 +61,10 @@ def send_odd(client, generator):
     return client.post(path, content=json.dumps(body).encode(), headers=JSON)
 
 
-@pytest.mark.parametrize("count", [pytest.param(500, marks=pytest.mark.slow), 80])
-def test_odd_requests_get_an_answer_and_never_a_500(completer, count, caplog):
-    generator, statuses = random.Random(count), []
+def test_odd_requests_get_an_answer_and_never_a_500(completer, caplog):
+    generator, statuses = random.Random(0), []
     with serving(completer, max_tokens=4) as (client, _), caplog.at_level(logging.DEBUG):
-        for _ in range(count):
+        for _ in range(150):
             answer = send_odd(client, generator)
             if answer is None:
                 continue
@@ -109,14 +108,14 @@ def test_memory_does_not_grow_while_text_is_typed(completer):
     counts = []
     with serving(completer) as (client, server):
         for round_ in range(4):
-            for at in range(1, 100, 2):
+            for at in range(1, 100, 4):
                 body = VIM | {"input_prefix": SOURCE[:at], "prompt": "", "input_suffix": SOURCE[100:], "n_predict": 2,
                               "input_extra": [{"text": f"{round_} {at}"}]}
                 assert client.post("/infill", json=body).status_code == 200
             gc.collect()
             counts.append(len(gc.get_objects()))
         assert len(server.thread._jobs) <= 2
-    assert counts[3] - counts[1] < 50, counts  # fewer than one object in two requests
+    assert counts[3] - counts[1] < 25, counts  # fewer than one object in two requests
 
 
 def test_connections_on_which_nothing_comes_keep_nobody_out(completer):
