@@ -1,7 +1,7 @@
 """Measures whether the C++ of a checkpoint compiles and passes tests, with g++ in a sandbox:
 
     python3 -m scripts.code_eval --checkpoint=RUN                   # functions, from a comment and a signature
-    python3 -m scripts.code_eval --checkpoint=RUN --task=infill     # gaps in held-out files
+    python3 -m scripts.code_eval --checkpoint=RUN --task=infill_functions   # gaps in solutions of problems
     python3 -m scripts.code_eval --checkpoint=RUN --against=FOLDER  # is it better than another checkpoint?
     python3 -m scripts.code_eval --check                            # judges the problems' solutions; needs no model
 
@@ -14,7 +14,6 @@ from pathlib import Path
 
 from nanochat.checkpoint.on_disk import find_checkpoint
 from nanochat.common import expand_path, flag, read_flags, run_script
-from nanochat.data.shards import TextFlags
 from nanochat.device.ranks import compute_cleanup, compute_init, prepare_xla_environment, resolve_device_type
 from nanochat.infer.flags import CheckpointFlags
 from nanochat.judge.code_eval import TASKS, check_solutions, evaluate, make_items, read_others
@@ -27,9 +26,8 @@ from nanochat.record.progress import Progress
 
 
 @dataclass(frozen=True)
-class TaskFlags(TextFlags):
-    task: str = flag("functions", "functions, infill (gaps in held-out files) or infill_functions (gaps in the "
-                     "problems' solutions)", choices=TASKS)
+class TaskFlags:
+    task: str = flag("functions", "functions, or infill_functions: gaps in the problems' solutions", choices=TASKS)
     problems: str = flag("own", "sets of docs/evaluation.md#problems, separated by commas; own: the project's")
     num_tasks: int = flag(100, "gaps of each kind", at_least=1, at_most=10_000)
     check: bool = flag(False, "judge the problems' solutions instead of a model")

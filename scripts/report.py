@@ -59,7 +59,7 @@ def main(argv=None):
     for run in runs:
         texts.append("\n".join([f"Recommendations for {run.name}:", *recommend(run, flags_of(run))]))
     if estimate:
-        texts.append(markdown_block(runs[0], flags_of(runs[0]), estimate))
+        texts.append(markdown_block(runs[0], estimate))
     print("\n\n".join(texts))
     shown = [panel for panel in PANELS if any(len(run.series(panel[0])[0]) for run in runs)]
     pictures = [save_figure(out_dir / "curves.png", [partial(draw_metric, runs, *panel) for panel in shown])]
@@ -276,9 +276,6 @@ def save_figure(path, panels):
 # The comparison with the preflight, as Markdown to paste into an issue
 
 PACKAGES = ("torch", "torch_xla", "libtpu", "jax")  # which decide the speed
-# Flags that change a step's time or memory, besides those of the model. The preflight must have the values of the run.
-OF_THE_PROGRAMS = ("device_batch_size", "total_batch_size", "seq_len_ramp", "kernel", "compute_dtype",
-                   "activation_checkpointing", "products", "shard_optimizer", "teacher")
 
 
 def read_preflight(path):
@@ -287,15 +284,14 @@ def read_preflight(path):
         report = json.loads(read_named("preflight", path))
     except ValueError:
         report = None
-    names = {"accelerator", "chips", "plan", "flags", "kernel", "fits"}
-    if not isinstance(report, dict) or not names <= report.keys() or not isinstance(report["flags"], dict):
+    names = {"accelerator", "chips", "plan", "kernel", "fits"}
+    if not isinstance(report, dict) or not names <= report.keys():
         raise BadInput(f"--preflight={path} is not a report of tpu_preflight --json")
     return report
 
 
-def markdown_block(run, flags, report):
-    """Returns the block as text. run: a History; flags: {name: value} of its checkpoint, {} without one; report: as
-    read_preflight returns it."""
+def markdown_block(run, report):
+    """Returns the block as text. run: a History; report: as read_preflight returns it."""
     estimate = report.get("estimate", {})
     if lengths := run.lengths():
         # If rows become longer, the run's medians are of its newest length, so the estimate is that stage's.
@@ -311,12 +307,7 @@ def markdown_block(run, flags, report):
     plan = report["plan"]
     versions = [f"{name} {metadata.version(name)}" for name in PACKAGES if importlib.util.find_spec(name)]
     lines += ["", f"{report['chips']} chips, steps of {plan['total_batch_size']:,} tokens, {plan['parameters']:,} "
-              f"parameters, kernel {report['kernel']}; waiting for data {known(run.median('data_wait'), '{:.1%}')}, "
-              f"dispatching programs {known(run.median('host_dispatch'), '{:.1%}')}, goodput "
-              f"{known(run.last('goodput'), '{:.1%}')}, interruptions {len(run.interruptions())}; step "
-              f"{run.records[-1]['step']:,}.", f"Python {platform.python_version()}, {', '.join(versions)}."]
-    if different := differences(flags, report["flags"]):
-        lines.append(f"**The estimate belongs to another run:** {different}.")
+              f"parameters, kernel {report['kernel']}; Python {platform.python_version()}, {', '.join(versions)}."]
     return "\n".join(lines)
 
 
@@ -336,19 +327,6 @@ def error_bar(estimate):
     if "step_low_s" not in estimate:
         return ""
     return f" ({1000 * estimate['step_low_s']:,.0f} to {1000 * estimate['step_high_s']:,.0f})"
-
-
-def differences(flags, estimated):
-    """Returns the flags in which the programs of the run and of the preflight differ, with both values."""
-    from nanochat.model.models import CONFIG_FLAGS
-    found = []
-    for name in (*CONFIG_FLAGS, *OF_THE_PROGRAMS):
-        if name not in flags or name not in estimated or flags[name] == estimated[name]:
-            continue
-        if {flags[name], estimated[name]} == {"on", "auto"}:  # the same for shard_optimizer on a TPU
-            continue
-        found.append(f"{name} was {flags[name]} in the run and {estimated[name]} in the preflight")
-    return ", ".join(found)
 
 
 if __name__ == "__main__":

@@ -3,12 +3,11 @@ from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 
 from nanochat.common import BadInput, say
-from nanochat.data.shards import open_text
 from nanochat.infer.sample import ignore
-from nanochat.judge.gaps import document_gaps, function_gaps, read_documents
+from nanochat.judge.gaps import make_gaps
 from nanochat.judge.results import difference, read_results
 
-TASKS = ("functions", "infill", "infill_functions")
+TASKS = ("functions", "infill_functions")
 OF_THE_CHECKPOINT = ("checkpoint", "weights", "device_type")  # settings in which two evaluations may differ
 
 
@@ -16,14 +15,9 @@ def make_items(flags, problems, seed):
     """Returns the problems or Gaps of --task, one of TASKS. Raises BadInput if there are none."""
     if flags.task == "functions":
         return problems
-    if flags.task == "infill":
-        gaps = document_gaps(read_documents(open_text(flags, "val")), flags.num_tasks, seed)
-        reason = "--data_dir has no fitting file"
-    else:
-        gaps = function_gaps(problems, flags.num_tasks, seed)
-        reason = "--problems has no solutions"
+    gaps = make_gaps(problems, flags.num_tasks, seed)
     if not gaps:
-        raise BadInput(f"--task={flags.task} finds no text with a gap to fill: {reason}")
+        raise BadInput(f"--task={flags.task} finds no gaps to fill: the problems of --problems have no solutions")
     return gaps
 
 
@@ -35,8 +29,7 @@ def evaluate(items, writer, judge, workers, show=ignore):
 
     def finish_first():
         for record, verdict in pending.popleft():
-            verdict = verdict.result()
-            found.append(record | (vars(verdict) if verdict else {"status": None}))
+            found.append(record | vars(verdict.result()))
         show(1)
 
     with ThreadPoolExecutor(workers) as pool:

@@ -107,23 +107,20 @@ def measures(records):
     """Returns {measure: {name of the problem or gap: (value, weight)}} of the records of one evaluation."""
     found = defaultdict(dict)
     for name, samples in by_name(records).items():
-        for measure, value in measures_of(name, samples).items():
+        for measure, value in measures_of(samples).items():
             found[measure][name] = value
     return dict(found)
 
 
-def measures_of(name, samples):
+def measures_of(samples):
     """Returns {measure: (value, weight)} of the samples of one problem or gap: the greedy one, and the drawn ones."""
     greedy, *drawn = samples
-    is_gap = "exact" in greedy
     found = {}
-    if is_gap:
+    if "exact" in greedy:  # a gap
         found["exact match"] = float(greedy["exact"]), 1
         found["edit similarity"] = greedy["similarity"], 1
-    if greedy["status"]:
-        found["compiles"] = float(compiles(greedy)), 1
-        if not is_gap or "/" in name:  # there are tests
-            found["pass@1"] = float(greedy["status"] == PASSED), 1
+    found["compiles"] = float(compiles(greedy)), 1
+    found["pass@1"] = float(greedy["status"] == PASSED), 1
     if drawn:
         found["compiles, drawn"] = fmean(map(compiles, drawn)), 1
         # pass_at_k estimates from n samples for any k up to n, so with few samples k is their number.

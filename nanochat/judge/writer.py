@@ -9,7 +9,7 @@ import torch
 from nanochat.device.programs import one_program
 from nanochat.infer.engine import Engine
 from nanochat.infer.prompt import BOS, cut_to, encode_prompt, gap_prompt
-from nanochat.judge.gaps import ONE_LINE_KINDS, Gap
+from nanochat.judge.gaps import ONE_LINE, Gap
 from nanochat.judge.problems import STOP, size
 from nanochat.model.layers import IGNORE_INDEX
 
@@ -51,7 +51,7 @@ class Writer:
         """Returns the record of a Gap, in a list. The prompt is that of an editor."""
         max_tokens = self.sampling.max_tokens
         prompt = self.gap_prompt(gap.prefix, gap.suffix, max_tokens)
-        stop = ("\n",) if gap.kind in ONE_LINE_KINDS else ()
+        stop = ("\n",) if gap.kind == ONE_LINE else ()
         [sample] = self.engine.completions(prompt.parts, replace(self.greedy, stop=stop))
         middle = cut_to(self.tokenizer, gap.middle, slice(max_tokens))
         return [{"name": gap.name, "group": gap.kind, "sample": 0, "text": sample.text,

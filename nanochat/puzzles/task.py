@@ -105,14 +105,10 @@ class PuzzleTask:
 
     def evaluate(self, training, dist, step, is_cut_short):
         """Returns the metrics of solve_held_out for the averaged weights."""
-        with training.optimizer.averaged_weights():
-            return self.solve_held_out(training.model, dist, is_cut_short)
-
-    def solve_held_out(self, model, dist, is_cut_short):
-        """Returns the metrics of `evaluate` for the model's own weights."""
         flags = self.flags.puzzles
-        return solve_held_out(model, self.held_out, dist, self.plan, flags.supervision_steps, flags.eval_puzzles,
-                              is_cut_short)
+        with training.optimizer.averaged_weights():
+            return solve_held_out(training.model, self.held_out, dist, self.plan, flags.supervision_steps,
+                                  flags.eval_puzzles, is_cut_short)
 
     @torch.no_grad()
     def sample(self, training, dist, step, is_cut_short):

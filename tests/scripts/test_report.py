@@ -9,7 +9,7 @@ import pytest
 
 from nanochat.common import BadInput
 from nanochat.record.history import History, read_run
-from scripts.report import differences, draw_metric, main, markdown_block, recommend
+from scripts.report import draw_metric, main, recommend
 from tests.checkpoint.states import make_meta
 
 # metrics.jsonl of six steps of a tiny model, as base_train wrote it. A second process resumed from step 2.
@@ -157,7 +157,7 @@ def test_the_flags_come_from_the_newest_checkpoint_that_can_be_read(make_run, tm
 def test_the_block_for_an_issue_sets_what_was_measured_beside_the_estimate(interrupted, tmp_path, capsys):
     run = read_run(interrupted)
     step_s = run.median("step_ms") / 2000  # the estimate is half of what was measured
-    report = {"accelerator": "v5litepod-8", "chips": 8, "fits": True, "kernel": "flash", "flags": {"depth": 2},
+    report = {"accelerator": "v5litepod-8", "chips": 8, "fits": True, "kernel": "flash",
               "peak_bytes": 2**31, "plan": {"total_batch_size": 512, "parameters": 1000},
               "estimate": {"step_s": step_s, "step_low_s": step_s, "step_high_s": 2 * step_s, "mfu": 0.5,
                            "tokens_per_s": run.median("tokens_per_s")}}
@@ -169,13 +169,8 @@ def test_the_block_for_an_issue_sets_what_was_measured_beside_the_estimate(inter
     assert re.search(r"^\| tokens/s \| .* \| 1.000 \|$", block, re.M)
     assert re.search(r"^\| MFU, % \| – \| 50.0 \| – \|$", block, re.M)  # a run on a CPU has none
     assert re.search(r"^\| peak HBM of a chip, GiB \| – \| 2.00 \| – \|$", block, re.M)
-    assert "interruptions 1;" in block and "torch 2." in block
-    text = markdown_block(run, {"depth": 4, "seed": 1}, report)
-    assert "depth was 4 in the run and 2 in the preflight" in text
-    assert differences({"shard_optimizer": "on"}, {"shard_optimizer": "auto"}) == ""
-    assert differences({"key_shift": "off"}, {"key_shift": "on"}) == \
-        "key_shift was off in the run and on in the preflight"
-    for content in ("", "[]", "{}", '{"accelerator": 1}', json.dumps(report | {"flags": []})):
+    assert "8 chips, steps of 512 tokens" in block and "torch 2." in block
+    for content in ("", "[]", "{}", '{"accelerator": 1}'):
         path.write_text(content)
         with pytest.raises(BadInput, match="--preflight="):
             main(["test", f"--preflight={path}"])
