@@ -13,7 +13,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from nanochat.checkpoint.saver import save_checkpoint
 from nanochat.common import BadInput
 from nanochat.data.tokenizer import load_tokenizer
 from nanochat.preflight.flags import PreflightFlags
@@ -22,8 +21,7 @@ from nanochat.puzzles.puzzle_data import write_puzzles
 from nanochat.train import launch
 from nanochat.train.flags import TITLES
 from scripts.bench import __main__ as bench
-from tests.checkpoint.states import make_meta
-from tests.infer.test_engine import make_model
+from tests.infer.test_engine import make_model, save_model
 
 pytest.importorskip("hypothesis")
 
@@ -103,9 +101,7 @@ def test_bad_flags_are_one_line_that_names_what_is_wrong(name, corpus_dir, byte_
     (tmp_path / "FOLDER").mkdir()
     (tmp_path / "LINK").symlink_to("LINK")
     tokenizer = load_tokenizer(byte_tokenizer_dir)
-    model = make_model(vocab_size=tokenizer.n_vocab)
-    meta = make_meta(20, config=dataclasses.asdict(model.config), tokenizer_sha256=tokenizer.sha256)
-    trained = save_checkpoint(tmp_path / "run", model.state_dict(), {}, meta, num_lanes=0)
+    trained = save_model(tmp_path / "run", make_model(vocab_size=tokenizer.n_vocab), tokenizer)
     made_puzzles = tmp_path / "FOLDER"
     (tmp_path / "table.toml").write_text(
         f"[flags]\ndepth = 1\ndevice_type = 'cpu'\ntokenizer_dir = '{byte_tokenizer_dir}'\ntotal_batch_size = 8192\n"

@@ -43,6 +43,12 @@ def make_model(device_type="cpu", device="cpu", vocab_size=BYTES.n_vocab):
     return model.to(device)
 
 
+def save_model(run_dir, model, tokenizer, step=1, **fields):
+    """Saves a checkpoint of a model for a tokenizer, with these fields of its Meta, and returns its path."""
+    meta = make_meta(step, config=asdict(model.config), tokenizer_sha256=tokenizer.sha256, **fields)
+    return save_checkpoint(run_dir, model.state_dict(), {}, meta, num_lanes=0)
+
+
 @pytest.fixture(scope="module")
 def cpu_engine():
     return Engine(make_model(), BYTES, Dist("cpu", torch.device("cpu")))
@@ -287,9 +293,7 @@ def test_ids_that_no_token_has_are_never_drawn_and_each_control_token_ends():
 def trained(tmp_path_factory):
     """Base directory with a checkpoint of a run called `tiny`."""
     base_dir, tokenizer = tmp_path_factory.mktemp("base"), load_tokenizer()
-    model = make_model(vocab_size=tokenizer.n_vocab)
-    meta = make_meta(20, config=asdict(model.config), tokenizer_sha256=tokenizer.sha256)
-    save_checkpoint(base_dir / "checkpoints" / "tiny", model.state_dict(), {}, meta, num_lanes=0)
+    save_model(base_dir / "checkpoints" / "tiny", make_model(vocab_size=tokenizer.n_vocab), tokenizer, step=20)
     return base_dir
 
 
@@ -366,8 +370,7 @@ def test_another_tokenizer_is_refused(tmp_path):
 
 
 def test_a_damaged_checkpoint_is_not_used(trained, tmp_path):
-    model = make_model()
-    path = save_checkpoint(tmp_path, model.state_dict(), {}, make_meta(config=asdict(model.config)), num_lanes=0)
+    path = save_model(tmp_path, make_model(), BYTES)
     with open(path / on_disk.MODEL, "r+b") as file:
         file.truncate(1000)
     with pytest.raises(BadInput, match="damaged .model.safetensors does not match its checksum"):

@@ -1,11 +1,9 @@
 """What makes the engine fast changes no text: 8 bits, drafts, what is remembered from the last call. And healing."""
 import random
-from dataclasses import asdict
 
 import pytest
 import torch
 
-from nanochat.checkpoint.saver import save_checkpoint
 from nanochat.common import BadInput, read_flags
 from nanochat.data.tokenizer import load_tokenizer
 from nanochat.device.ranks import Dist
@@ -16,8 +14,7 @@ from nanochat.infer.prompt import Special, Vocabulary
 from nanochat.infer.quantize import Int8GPT, Int8Matrix
 from nanochat.infer.readers import Reader
 from nanochat.infer.sample import Sample, Sampling
-from tests.checkpoint.states import make_meta
-from tests.infer.test_engine import BYTES, CONTEXT, PROMPT, make_model
+from tests.infer.test_engine import BYTES, CONTEXT, PROMPT, make_model, save_model
 
 CPU = Dist("cpu", torch.device("cpu"))
 CODE = '''#include <vector>
@@ -91,8 +88,7 @@ def test_a_checkpoint_is_loaded_with_8_bits_on_the_cpu_only(tmp_path, shipped):
     with torch.no_grad():
         model.resid_scale.copy_(torch.tensor([0.7, 1.2]))
         model.x0_scale.copy_(torch.tensor([0.4, -0.3]))
-    meta = make_meta(config=asdict(model.config), tokenizer_sha256=shipped.sha256)
-    path = save_checkpoint(tmp_path, model.state_dict(), {}, meta, num_lanes=0)
+    path = save_model(tmp_path, model, shipped)
     loaded, _, _ = load_model(path, CPU, quantize="int8")
     ids = torch.tensor([shipped.encode(CODE)[:CONTEXT]])
     with torch.no_grad():

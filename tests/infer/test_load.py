@@ -1,21 +1,19 @@
 """Which checkpoint a name stands for."""
 import json
 import os
-from dataclasses import asdict
 
 import pytest
 import torch
 
 from nanochat.checkpoint.meta import load_meta
 from nanochat.checkpoint.on_disk import META, MODEL, find_checkpoint, find_problem
-from nanochat.checkpoint.saver import save_checkpoint
 from nanochat.common import BadInput
 from nanochat.data.tokenizer import load_tokenizer
 from nanochat.device.ranks import Dist
 from nanochat.infer.load import load_model, weights_of
 from scripts import base_eval, code_eval, solve
 from tests.checkpoint.states import make_meta, save
-from tests.infer.test_engine import make_model
+from tests.infer.test_engine import make_model, save_model
 
 
 def test_a_checkpoint_is_found_by_path_by_run_and_as_the_newest(tmp_path, monkeypatch):
@@ -44,8 +42,7 @@ def test_a_checkpoint_is_found_by_path_by_run_and_as_the_newest(tmp_path, monkey
 def test_an_accelerator_holds_the_weights_in_bf16_and_computes_what_it_does_with_fp32(tmp_path):
     tokenizer = load_tokenizer()
     model = make_model(vocab_size=tokenizer.n_vocab)
-    meta = make_meta(config=asdict(model.config), tokenizer_sha256=tokenizer.sha256)
-    path = save_checkpoint(tmp_path, model.state_dict(), {}, meta, num_lanes=0)
+    path = save_model(tmp_path, model, tokenizer)
     loaded, _, _ = load_model(path, Dist("cuda", torch.device("cpu")), kernel="current")
     assert {p.dtype for p in loaded.parameters()} == {torch.bfloat16}
     model.compute_dtype = torch.bfloat16
@@ -58,8 +55,7 @@ def test_an_accelerator_holds_the_weights_in_bf16_and_computes_what_it_does_with
 def test_a_model_stays_the_same_when_its_files_are_overwritten(tmp_path, quantize):
     tokenizer = load_tokenizer()
     model = make_model(vocab_size=tokenizer.n_vocab)
-    meta = make_meta(config=asdict(model.config), tokenizer_sha256=tokenizer.sha256)
-    path = save_checkpoint(tmp_path, model.state_dict(), {}, meta, num_lanes=0)
+    path = save_model(tmp_path, model, tokenizer)
     loaded, _, _ = load_model(path, Dist("cpu", torch.device("cpu")), quantize=quantize)
     ids = torch.arange(16)[None]
     before = loaded(ids)

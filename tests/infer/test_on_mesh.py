@@ -5,13 +5,11 @@ import subprocess
 import sys
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import nullcontext
-from dataclasses import asdict
 
 import pytest
 import torch
 import torch_xla
 
-from nanochat.checkpoint.saver import save_checkpoint
 from nanochat.common import BadInput
 from nanochat.data.tokenizer import load_tokenizer
 from nanochat.device.mesh import Mesh
@@ -19,9 +17,8 @@ from nanochat.device.ranks import Dist
 from nanochat.device.xla_ops import wait_for
 from nanochat.infer import on_mesh
 from scripts import base_eval, generate
-from tests.checkpoint.states import make_meta
 from tests.conftest import run_python
-from tests.infer.test_engine import CONTEXT, make_model
+from tests.infer.test_engine import CONTEXT, make_model, save_model
 
 MESH = ["--mesh_fsdp=2", "--mesh_tensor=2"]
 
@@ -30,9 +27,8 @@ MESH = ["--mesh_fsdp=2", "--mesh_tensor=2"]
 def saved(tmp_path_factory, byte_tokenizer_dir):
     """Flags that name a checkpoint with its tokenizer."""
     tokenizer = load_tokenizer(byte_tokenizer_dir)
-    model = make_model(vocab_size=tokenizer.n_vocab)  # which 4 chips do not divide
-    meta = make_meta(config=asdict(model.config), tokenizer_sha256=tokenizer.sha256)
-    path = save_checkpoint(tmp_path_factory.mktemp("saved"), model.state_dict(), {}, meta, num_lanes=0)
+    model = make_model(vocab_size=-(-tokenizer.n_vocab // 4) * 4)
+    path = save_model(tmp_path_factory.mktemp("saved"), model, tokenizer)
     return [f"--checkpoint={path}", f"--tokenizer_dir={byte_tokenizer_dir}"]
 
 

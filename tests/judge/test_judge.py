@@ -12,17 +12,9 @@ from nanochat.corpus.scan import telling_sequences
 from nanochat.judge.judge import Judge, has_code
 from nanochat.judge.problems import STOP, read_problems
 from nanochat.judge.sandbox import MIB
-from tests.judge.test_sandbox import require_sandbox
 
 DOUBLE = "int twice(int x) { %s }\n"
 TESTS = "#include <cassert>\nint main() { assert(twice(3) == 6); return 0; }\n"
-
-
-@pytest.fixture(scope="module")
-def judge():
-    require_sandbox()
-    with Judge() as judge:
-        yield judge
 
 
 @pytest.mark.parametrize("body, status, message", [

@@ -1,19 +1,18 @@
 """Search and scripts/solve.py with the real compiler and a tiny model, each line of which is wrong half of the time."""
 import json
 import random
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from nanochat.checkpoint.saver import save_checkpoint
 from nanochat.common import BadInput
 from nanochat.data.tokenizer import load_tokenizer
 from nanochat.device.ranks import Dist
 from nanochat.infer.engine import Engine
 from nanochat.infer.sample import Sampling, default_max_tokens
-from nanochat.judge.judge import PASSED, Judge
+from nanochat.judge.judge import PASSED
 from nanochat.judge.problems import Problem
 from nanochat.judge.search import COMPILES, METHODS, UNFINISHED, Budget, Search, refill
 from nanochat.judge.solve import note
@@ -22,7 +21,7 @@ from nanochat.kernels.choose import get_kernels
 from nanochat.model.config import GPTConfig
 from nanochat.model.gpt import GPT
 from scripts.solve import main
-from tests.checkpoint.states import make_meta
+from tests.infer.test_engine import save_model
 from tests.judge.test_sandbox import require_sandbox
 
 PROMPT = "int f(int a) {\n"
@@ -60,13 +59,6 @@ def learner(byte_tokenizer_dir):
         loss.backward()
         optimizer.step()
     return model.requires_grad_(False).eval(), tokenizer
-
-
-@pytest.fixture(scope="module")
-def judge():
-    require_sandbox()
-    with Judge() as judge:
-        yield judge
 
 
 def find(learner, judge, method, tokens=400, calls=100, seed=0, tests="", max_tokens=100):
@@ -140,8 +132,7 @@ def solve(learner, byte_tokenizer_dir, base_dir, capsys):
     """Runs the script, and returns its status and what it prints."""
     require_sandbox()
     model, tokenizer = learner
-    meta = make_meta(STEPS, config=asdict(model.config), tokenizer_sha256=tokenizer.sha256, flags={"fim_rate": 0.5})
-    save_checkpoint(base_dir / "checkpoints" / "tiny", model.state_dict(), {}, meta, num_lanes=0)
+    save_model(base_dir / "checkpoints" / "tiny", model, tokenizer, STEPS, flags={"fim_rate": 0.5})
 
     def run(*flags):
         status = main(["--checkpoint=tiny", f"--tokenizer_dir={byte_tokenizer_dir}", "--device_type=cpu", *flags])

@@ -1,9 +1,7 @@
 """What closes unfinished C++ is judged by the real compiler."""
 import pytest
 
-from nanochat.judge.judge import Judge
 from nanochat.judge.unfinished import block_of, closers, end_of_function, ends_statement, error_lines
-from tests.judge.test_sandbox import require_sandbox
 
 UNFINISHED = [
     "namespace n {\nclass A {\n    void f(int x) {\n        do {\n            while (x) {\n",
@@ -13,13 +11,6 @@ UNFINISHED = [
     "int f(int x) {\n    try {\n        switch (x) {\n            case 1: {\n#if 1\n                x = '}';  // {\n",
     'const char* f() {\n    if (true) {\n        return "({";\n    }\n',
 ]
-
-
-@pytest.fixture(scope="module")
-def judge():
-    require_sandbox()
-    with Judge() as judge:
-        yield judge
 
 
 @pytest.mark.parametrize("code", UNFINISHED)

@@ -2,13 +2,11 @@
 import json
 import re
 import shutil
-from dataclasses import asdict
 
 import pytest
 import torch
 
 from nanochat.checkpoint.on_disk import MODEL
-from nanochat.checkpoint.saver import save_checkpoint
 from nanochat.common import BadInput
 from nanochat.data.tokenizer import load_tokenizer
 from nanochat.device.ranks import Dist, compute_init
@@ -16,9 +14,8 @@ from nanochat.infer.sample import Sampling
 from nanochat.judge.writer import Writer
 from scripts import code_eval as script
 from scripts.code_eval import main
-from tests.checkpoint.states import make_meta
 from tests.conftest import last_of_each
-from tests.infer.test_engine import make_model
+from tests.infer.test_engine import make_model, save_model
 from tests.judge.test_sandbox import require_sandbox
 
 PROBLEM = {"prompt": "int f(int x) {\n", "declaration": "int f(int x) {\n", "canonical_solution": "    return x;\n}\n",
@@ -34,8 +31,7 @@ def code_eval(base_dir, byte_tokenizer_dir, tmp_path, capsys):
         model = make_model(vocab_size=tokenizer.n_vocab)
         with torch.no_grad():
             model.lm_head *= 1 if name == "a" else 0.5
-        meta = make_meta(7, config=asdict(model.config), tokenizer_sha256=tokenizer.sha256)
-        save_checkpoint(base_dir / "checkpoints" / name, model.state_dict(), {}, meta, num_lanes=0)
+        save_model(base_dir / "checkpoints" / name, model, tokenizer, step=7)
     (tmp_path / "problems.jsonl").write_text("".join(json.dumps(PROBLEM | {"task_id": name}) + "\n" for name in "xy"))
 
     def run(name, out_dir, *flags):

@@ -3,7 +3,7 @@ import socket
 import threading
 import time
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import httpx
 import numpy as np
@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from nanochat.checkpoint.saver import save_checkpoint
 from nanochat.data.tokenizer import load_tokenizer
 from nanochat.device.ranks import Dist
 from nanochat.infer.engine import Engine
@@ -22,8 +21,7 @@ from nanochat.model.gpt import GPT
 from nanochat.serve.completer import Completer
 from nanochat.serve.connections import make_runner
 from nanochat.serve.server import Server, make_app
-from tests.checkpoint.states import make_meta
-from tests.infer.test_engine import make_model
+from tests.infer.test_engine import make_model, save_model
 
 SOURCE = """\
 int add(int a, int b) {
@@ -66,8 +64,7 @@ def gap_run(tmp_path_factory, byte_tokenizer_dir):
         loss.backward()
         optimizer.step()
     base_dir = tmp_path_factory.mktemp("base")
-    meta = make_meta(STEPS, config=asdict(config), tokenizer_sha256=tokenizer.sha256, flags={"fim_rate": 1.0})
-    save_checkpoint(base_dir / "checkpoints" / "tiny", model.state_dict(), {}, meta, num_lanes=0)
+    save_model(base_dir / "checkpoints" / "tiny", model, tokenizer, STEPS, flags={"fim_rate": 1.0})
     return base_dir
 
 
