@@ -39,8 +39,7 @@ class LimitFlags:
     max_tokens: int = flag(-1, "most tokens of a completion; -1: 256, at most half of the context", at_least=1,
                            unset=-1)
     timeout_s: float = flag(30.0, "most seconds for a request: then it gets the text so far", above=0, at_most=3600)
-    extra_tokens: int = flag(-1, "most tokens of other files, at most a quarter of the context; -1: none, or "
-                             "a quarter if an earlier version trained the model with them", at_least=0, unset=-1)
+    extra_tokens: int = flag(0, "most tokens of other files, at most a quarter of the context", at_least=0)
     no_copies: bool = flag(False, "never complete with a copy of text that stands elsewhere in the file")
 
 

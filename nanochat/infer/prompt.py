@@ -56,12 +56,6 @@ def fills_gaps(meta):
     return meta.flags.get("fim_rate", 0) > 0 or bool(is_coder)
 
 
-def default_extra_tokens(meta):
-    """Returns how many tokens of other files the model of a Meta reads before a gap, unless a user says otherwise: some
-    if an earlier version trained it with them."""
-    return meta.config["max_seq_len"] // 4 if meta.flags.get("fim_context", 0) else 0
-
-
 @dataclass(frozen=True)
 class GapPrompt:
     """The prompt for a gap, cut to the room that the model has."""

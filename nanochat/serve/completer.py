@@ -8,7 +8,7 @@ from functools import partial
 
 from nanochat.infer.engine import Engine
 from nanochat.infer.load import load_model
-from nanochat.infer.prompt import default_extra_tokens, fills_gaps, gap_prompt
+from nanochat.infer.prompt import fills_gaps, gap_prompt
 from nanochat.infer.sample import GREEDY_BELOW, Sampling, ignore, never_stop
 
 COPIED = (64, 48, 32, 24, 16, 12, 8, 6)  # characters before the cursor that must stand elsewhere in the file
@@ -125,8 +125,6 @@ def copied(before, after, others=()):
 def load_completer(of_model, path, extra_tokens, dist):
     """Returns a Completer of the checkpoint at `path`, whose programs are compiled. of_model: ModelFlags."""
     model, tokenizer, meta = load_model(path, dist, tokenizer_dir=of_model.tokenizer_dir, quantize=of_model.quantize)
-    if extra_tokens == -1:
-        extra_tokens = default_extra_tokens(meta)
     completer = Completer(Engine(model, tokenizer, dist), fills_gaps(meta), extra_tokens)
     if not completer.fim:
         print(f"{path} was trained without --fim_rate: completions ignore the text after the cursor", file=sys.stderr)
