@@ -111,10 +111,10 @@ def batch_of(flags, meta):
 def count_steps(flags, meta, own, tokenizer):
     """Returns the steps of the training, half of whose tokens are of the project, and the tokens of an evaluation. own:
     the Shards of the project."""
-    from nanochat.data.mixture import Source, tokens_in
+    from nanochat.data.mixture import MixtureSource, tokens_in
     from nanochat.train.describe import seconds_of_row
     tokens, row = batch_of(flags, meta)
-    steps_per_epoch = tokens_in(Source("own", "", shards=own), tokenizer) / (tokens / 2)
+    steps_per_epoch = tokens_in(MixtureSource("own", "", shards=own), tokenizer) / (tokens / 2)
     steps = flags.epochs * steps_per_epoch
     time = ""
     eval_tokens = EVAL_TOKENS

@@ -56,7 +56,7 @@ def main(argv=None):
 
 def evaluate_checkpoint(flags, path, seq_len, shards, mesh, dist):
     """Evaluates the checkpoint at `path` on rows of `seq_len` tokens, as one rank of a Mesh; rank 0 prints."""
-    from nanochat.data.loader import DataLoader, Rows
+    from nanochat.data.loader import DataLoader, RankRows
     from nanochat.infer.load import load_model
     from nanochat.infer.loss_eval import bits_per_byte
     model, tokenizer, meta = load_model(path, dist, tokenizer_dir=flags.tokenizer_dir, kernel=flags.kernel,

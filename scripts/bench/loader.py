@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from nanochat.common import flag, read_flags
-from nanochat.data.loader import DataLoader, Rows
+from nanochat.data.loader import DataLoader, RankRows
 from nanochat.data.shards import TextFlags, open_text
 from nanochat.data.tokenizer import TokenizerFlags, load_tokenizer
 from scripts.bench.rounds import Clock, Spent, compare
@@ -85,7 +85,7 @@ def tokenize(pool, tokenizer, recorder):
 
 def compare_all(flags, shards, tokenizer):
     before_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    rows = Rows(flags.device_batch_size, flags.max_seq_len)
+    rows = RankRows(flags.device_batch_size, flags.max_seq_len)
     recorder = Recorder(tokenizer)
     with DataLoader(shards, recorder, rows, threads=flags.threads) as loader, ThreadPoolExecutor(flags.threads) as pool:
         compare(UNIT, {"loader": partial(load, loader, recorder),
