@@ -1,4 +1,5 @@
-"""A module for each thing that a person runs. Ctrl-C is one line also while their imports take seconds."""
+"""A module for each thing that a person runs. Most import torch, and what needs it, only once their flags are read: it
+takes seconds, for which --help need not wait. Ctrl-C is one line also during these imports."""
 import os
 import sys
 
