@@ -19,6 +19,7 @@ import urllib.request
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cache
+from http.client import HTTPException
 
 from nanochat.checkpoint.on_disk import find_checkpoint
 from nanochat.common import BadInput, flag, read_flags, run_script
@@ -177,6 +178,12 @@ def asks_llama_cpp(flags):
         except (OSError, ValueError) as error:  # what is no address is a ValueError
             raise BadInput(f"--llama_cpp={flags.llama_cpp}: no server of llama.cpp answers ({error}): give its "
                            "address, such as http://127.0.0.1:8080") from None
+
+    try:
+        urllib.request.urlopen(f"{flags.llama_cpp}/health", timeout=60).close()
+    except (OSError, ValueError, HTTPException) as error:
+        raise BadInput(f"--llama_cpp={flags.llama_cpp} is no server that answers ({error}): give the address of "
+                       "llama-server, such as http://127.0.0.1:8080") from None
 
     @cache
     def ask(before, after):
