@@ -72,8 +72,7 @@ def main(argv=None):
     file = results_file(out_dir, "samples.jsonl", settings)
     with Judge() as judge:
         dist = compute_init(device_type)
-        model, tokenizer, _ = load_model(path, dist, tokenizer_dir=of_model.tokenizer_dir,
-                                         weights=settings["weights"])
+        model, tokenizer, _ = load_model(path, dist, tokenizer_dir=of_model.tokenizer_dir)
         writer = Writer(model, tokenizer, dist, sampling)
         with Progress("problems", len(items), unit="") as progress:
             records = evaluate(items, writer, judge, judging.num_workers, progress.update)

@@ -58,7 +58,7 @@ def main(argv=None):
     file = results_file(out_dir, "searches.jsonl", settings)
     with Judge() as judge:
         torch.set_num_threads(1)  # the searches themselves run in parallel
-        writers = load(judging.num_workers, settings["weights"])
+        writers = load(judging.num_workers)
         with Progress("problems", len(problems), unit="") as progress:
             records = compare_methods(writers, judge, problems, methods, budgets, progress.update)
         compute_cleanup(writers[0].dist)

@@ -39,13 +39,12 @@ def weights_of(path):
     return sums[0][:16]
 
 
-def load_model(path, dist, *, tokenizer_dir=None, kernel="auto", quantize="none", weights=None, mesh=ONE_CHIP):
+def load_model(path, dist, *, tokenizer_dir=None, kernel="auto", quantize="none", mesh=ONE_CHIP):
     """Returns (model, tokenizer, Meta) of the checkpoint at `path`; the model is on the device of `dist`, for
     evaluation.
 
-    quantize: "none", or "int8": an Int8GPT, on the CPU only. weights: an earlier result of weights_of. mesh: if it
-    divides the weights, this rank's parts are loaded. Raises BadInput if the weights are damaged or were replaced, or
-    the tokenizer differs from the one of training.
+    quantize: "none", or "int8": an Int8GPT, on the CPU only. mesh: if it divides the weights, this rank's parts are
+    loaded. Raises BadInput if the weights are damaged, or the tokenizer differs from the one of training.
     """
     if quantize == "int8":
         _require_int8(dist.device_type)
@@ -73,9 +72,6 @@ def load_model(path, dist, *, tokenizer_dir=None, kernel="auto", quantize="none"
         # Cast now: half of the bytes on a TPU, where every product would cast it first. A copy, because the file stays
         # mapped and may be overwritten; Int8GPT copies what it keeps.
         parameter.data = parts.of_model(name, parameter.data).to(dtype, copy=quantize == "none")
-    # Checked after loading, so that the results name the loaded weights.
-    if weights is not None and weights != weights_of(path):
-        raise BadInput(f"checkpoint {path} was replaced since this command began: start it again")
     model = model.to(dist.device).eval().requires_grad_(False)
     if quantize == "int8":
         model = Int8GPT(model)

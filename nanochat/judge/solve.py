@@ -77,13 +77,12 @@ def fitting(methods, meta, is_comparison):
     return [method for method in methods if method != "repair"]
 
 
-def load_writers(flags, path, device_type, sampling, number, weights=None):
-    """Returns `number` Writers of one model; on an accelerator, one. flags: ModelFlags; weights: see load_model."""
+def load_writers(flags, path, device_type, sampling, number):
+    """Returns `number` Writers of one model; on an accelerator, one. flags: ModelFlags."""
     from nanochat.infer.load import load_model
     from nanochat.judge.writer import Writer
     dist = compute_init(device_type)
-    model, tokenizer, _ = load_model(path, dist, tokenizer_dir=flags.tokenizer_dir, quantize=flags.quantize,
-                                     weights=weights)
+    model, tokenizer, _ = load_model(path, dist, tokenizer_dir=flags.tokenizer_dir, quantize=flags.quantize)
     if dist.device_type != "cpu":
         number = 1
     return [Writer(model, tokenizer, dist, sampling) for _ in range(number)]
