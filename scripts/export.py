@@ -18,15 +18,12 @@ from nanochat.device.ranks import Dist
 from nanochat.infer.prompt import fills_gaps
 from nanochat.record.history import read_run
 
-FORMATS = ("transformers", "safetensors")
 GGUF_KINDS = ("f16", "q8_0")
 
 
 @dataclass(frozen=True)
 class Flags(TokenizerFlags):
-    out: Path | None = flag(None, "folder to make, *.gguf, or *.safetensors with --format=safetensors",
-                            of=expand_path)
-    format: str = flag("transformers", "a folder for transformers, or one file of weights", choices=FORMATS)
+    out: Path | None = flag(None, "folder to make, or *.gguf", of=expand_path)
     gguf: str | None = flag(None, "the type of the matrices in a *.gguf; default: f16", choices=GGUF_KINDS)
     checkpoint: str = flag("", "a run (its newest checkpoint), RUN/step_000100 or a path; none: the newest",
                            of=not_empty)
