@@ -31,8 +31,8 @@ class PreflightFlags:
                                  of=expand_path)
     jobs: int = flag(2, "the number of compilers that run concurrently", at_least=1, at_most=1000)
     timeout_s: int = flag(1800, "the longest time that one program may take to compile", at_least=1)
-    measured: Path | None = flag(None, "check.json of tpu_check, which corrects the times and the memory",
-                                 metavar="FILE", of=expand_path)
+    measured: Path | None = flag(None, "check.json of tpu_check, which corrects the estimates; default: all "
+                                 "known ones of this kind of chip", metavar="FILE", of=expand_path)
     usd_per_chip_hour: float | None = flag(None, "price of a chip; default: the prices in "
                                            "nanochat/device/prices.csv, on spot and on demand", of=float, at_least=0)
     zone: str | None = flag(None, "zone whose prices count, such as us-west4-a; default: the dearest")
