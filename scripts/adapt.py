@@ -23,8 +23,9 @@ import pyarrow.parquet as pq
 
 from nanochat.checkpoint.on_disk import find_checkpoint
 from nanochat.common import BadInput, flag, get_base_dir, locked, read_flags, require_writable_dir, run_script
-from nanochat.data.bucket import data_place, is_remote, pinned
+from nanochat.data.hub_files import pinned
 from nanochat.data.shards import DEFAULT_DIRS, TextFlags, open_shards, open_text, read_columns
+from nanochat.data.storage import data_place, is_remote
 from nanochat.data.tokenizer import FIM_TOKENS, load_tokenizer
 from nanochat.device.ranks import resolve_device_type
 from nanochat.record.history import read_run

@@ -9,7 +9,7 @@ from functools import partial
 
 from nanochat.checkpoint.on_disk import find_checkpoint
 from nanochat.common import BadInput, flag, read_flags, run_script
-from nanochat.data.bucket import check_cache, is_remote
+from nanochat.data.cache import check_cache
 from nanochat.data.fim import KINDS, Infilling, check_fim
 from nanochat.data.lanes import NUM_LANES
 from nanochat.data.shards import TextFlags, open_text
@@ -48,8 +48,8 @@ def main(argv=None):
     if flags.eval_tokens < seq_len:
         raise BadInput(f"--eval_tokens={flags.eval_tokens} is less than one row of {seq_len}")
     shards = open_text(flags, "val")
-    if is_remote(flags.data_dir):
-        print(f"data: {check_cache(shards, NUM_LANES)}", flush=True)
+    if remote := check_cache(shards, NUM_LANES):
+        print(f"data: {remote}", flush=True)
     mesh = of_mesh.mesh(config, device_type, flags.kernel)
     return run_on_mesh(partial(evaluate_checkpoint, flags, path, seq_len, shards, mesh), mesh, device_type)
 

@@ -42,8 +42,8 @@ from nanochat.corpus.sources import (
 )
 from nanochat.corpus.tables import open_table, pieces
 from nanochat.corpus.workers import worker_pool
-from nanochat.data.bucket import data_place, pinned
-from nanochat.data.hub_files import on_hub
+from nanochat.data.hub_files import on_hub, pinned
+from nanochat.data.storage import data_place
 from nanochat.judge.problems import digest, read_problems
 
 LOCK_FILE = ".prepare_data.lock"

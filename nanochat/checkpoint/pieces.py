@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from nanochat.checkpoint.meta import Meta, load_meta
-from nanochat.checkpoint.on_disk import LANES, META, MODEL, OPTIMIZER, SUMS, index_of, sync_to_disk, tensor_files
+from nanochat.checkpoint.on_disk import LANES, MODEL, OPTIMIZER, index_of, sync_to_disk, tensor_files
 
 PIECE_BYTES = 4 * 10**9  # a file is larger only if one tensor is
 WRITING_THREADS = 2  # files that a rank writes at the same time
@@ -65,21 +65,6 @@ def sizes_of(state):
 def state_bytes(*states):
     """Returns the bytes of all tensors in the states, {name: tensor}."""
     return sum(sum(sizes_of(state).values()) for state in states)
-
-
-def is_whole(names):
-    """Returns whether a set of file names is that of a whole checkpoint."""
-    return {LANES, META, SUMS} <= names and _has_tensors(names, MODEL) and _has_tensors(names, OPTIMIZER)
-
-
-def _has_tensors(names, kind):
-    if kind in names:
-        return True
-    counts = []  # each piece's name has the number of pieces
-    for name in names:
-        if match := re.fullmatch(rf"{Path(kind).stem}-\d+-of-(\d+)\.safetensors", name):
-            counts.append(int(match[1]))
-    return index_of(kind) in names and len(counts) > 0 and len(counts) == counts[0]
 
 
 # Which tensors are in which file

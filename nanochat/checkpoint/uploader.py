@@ -13,7 +13,7 @@ from pathlib import Path
 
 from nanochat.checkpoint.mirror import TRY_TIMEOUT_S
 from nanochat.common import BadInput, say, written_whole
-from nanochat.data.storage import Interruption
+from nanochat.data.remote import Interruption
 from nanochat.record.metrics import METRICS_FILE
 
 STATE_FILE = "mirror.json"
@@ -21,7 +21,6 @@ FIRST_RETRY_S = 5  # the first pause between attempts to copy, which doubles
 RETRY_S = 60  # the longest
 END_TIMEOUT_S = 1800  # for the mirror at the end of a run
 POLL_S = 0.25
-SLOW_S = 1  # a shorter copy is never called slow
 
 
 @dataclass
@@ -72,9 +71,7 @@ class Uploader:
         self._state = MirrorState.read(run_dir)
         self._waiting = None  # the path of the newest checkpoint, while it is not in the mirror
         self._copying = None  # the path of the one that is on its way there
-        self._saved_at = None  # the monotonic time of the newest checkpoint
-        self._longest_s = 0.0  # between two checkpoints; the last one of a run may follow at once
-        self._is_slow = False  # a copy has taken longer than that, which was said
+        self._has_skipped = False  # a checkpoint, because the copies take too long, which was said
         self._refused = None  # the last one that the mirror has refused for good
         self._first_retry_s = self._retry_s = first_retry_s
         self._is_over = False
@@ -86,11 +83,12 @@ class Uploader:
         """Copies the checkpoint at `path` in the background, unless it is the newest in the mirror already. Replaces a
         waiting one."""
         with self._condition:
-            now = time.monotonic()
-            if self._saved_at:
-                self._longest_s = max(self._longest_s, now - self._saved_at)
-            self._saved_at = now
             self._state.saved(path.name)
+            is_slow = self._copying and self._waiting not in (self._copying, path) and not self._state.error
+            if is_slow and not self._has_skipped:
+                self._has_skipped = True
+                say(f"warning: {self._waiting.name} does not go to {self._mirror.url}, because {self._copying.name} is "
+                    "still on its way: give a larger --save_every, or a faster mirror")
             if self._state.behind_since:
                 self._waiting = path
             self._note()
@@ -171,12 +169,7 @@ class Uploader:
     def _copy(self, path):
         started = time.monotonic()
         self._mirror.copy(path, path.parent / METRICS_FILE)
-        copied_s = time.monotonic() - started
-        say(f"copied {path.name} to {self._mirror.url} in {copied_s:.0f} s")
-        if self._longest_s and copied_s > max(self._longest_s, SLOW_S) and not self._is_slow:
-            self._is_slow = True
-            say(f"warning: there is a checkpoint every {self._longest_s:.0f} s, so the mirror gets only some of them: "
-                "give a larger --save_every, or a faster mirror")
+        say(f"copied {path.name} to {self._mirror.url} in {time.monotonic() - started:.0f} s")
         self._state.copied(path.name)
         self._retry_s = self._first_retry_s
         self._note()

@@ -2,9 +2,9 @@
 from pathlib import Path
 
 from nanochat.common import BadInput, locked
-from nanochat.data.bucket import OUTAGE_S, outage
-from nanochat.data.hub_files import PLACE, list_files, read_range
-from nanochat.data.storage import Interruption, Retries, download
+from nanochat.data.hub_files import PLACE
+from nanochat.data.remote import OUTAGE_S, Interruption, Retries, download, outage, patiently
+from nanochat.data.storage import list_files, read_range
 from nanochat.record.progress import Progress
 
 
@@ -15,21 +15,21 @@ def fetch(url, cache_dir):
     copy = Path(cache_dir, commit, name)  # called as on the Hub: a source has the name of its folder
     parent = url.rpartition("/")[0] if "." in path.rpartition("/")[2] else url  # of what may be a file
     busy = f"another process is downloading into {cache_dir}: wait for it or choose another --cache_dir"
-    try:
-        files = {}
-        for file in Retries(url, OUTAGE_S).call(list_files, parent):
-            inside = file.url.partition(f"@{commit}/")[2]
-            if {"", ".", ".."} & {*inside.split("/")}:  # it could lead out of the folder
-                raise BadInput(f"--source={url}: the Hub names a file {inside!r}: name another folder")
-            if f"{file.url}/".startswith(f"{url}/"):
-                files[copy / inside] = file
-        if not files:
-            raise BadInput(f"--source={url} has no files: correct the folder or the file")
-        with locked(cache_dir / ".lock", busy):
+    files = {}
+    for file in patiently(url, OUTAGE_S, list_files, parent).values():
+        inside = file.url.partition(f"@{commit}/")[2]
+        if {"", ".", ".."} & {*inside.split("/")}:  # it could lead out of the folder
+            raise BadInput(f"--source={url}: the Hub names a file {inside!r}: name another folder")
+        if f"{file.url}/".startswith(f"{url}/"):
+            files[copy / inside] = file
+    if not files:
+        raise BadInput(f"--source={url} has no files: correct the folder or the file")
+    with locked(cache_dir / ".lock", busy):
+        try:
             if missing := {path: file for path, file in files.items() if not path.exists()}:
                 _download(url, missing)
-    except Interruption as error:
-        raise outage(url, OUTAGE_S, error) from None
+        except Interruption as error:
+            raise outage(url, OUTAGE_S, error) from None
     return copy / path.strip("/")
 
 

@@ -5,16 +5,17 @@ hf://datasets/ORG/NAME@REVISION/FOLDER.
     files = list_files(f"hf://datasets/ORG/NAME@{commit}/train")           # the StoredFiles at every depth
     read_range(files[0], 0, 100)                                           # yields its bytes 0 to 99, in parts
 
-Raises BadInput and Interruption, as storage.py does. huggingface_hub supplies the session and the token, $HF_TOKEN; its
-own requests could wait without a limit.
+Raises BadInput and Interruption, as storage.py does, which is the door to it. huggingface_hub supplies the session and
+the token, $HF_TOKEN; its own requests could wait without a limit.
 """
 import re
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from urllib.parse import quote, unquote, urlsplit
 
 from nanochat.common import BadInput
-from nanochat.data.storage import MAX_PAGES, ODD_JSON, PART_BYTES, TRY_TIMEOUT_S, Interruption, StoredFile
+from nanochat.data import remote
+from nanochat.data.remote import MAX_PAGES, ODD_JSON, PART_BYTES, TRY_TIMEOUT_S, Interruption, StoredFile, patiently
 
 PLACE = re.compile(r"hf://datasets/(?P<name>\w[\w.-]*/\w[\w.-]*)"
                    r"(?:@(?P<revision>refs/(?:convert/[\w.-]+|pr/\d+)|[^/,@]+))?(?P<path>(?:/[^,]*)?)", re.ASCII)
@@ -24,6 +25,22 @@ COMMIT = re.compile("[0-9a-f]{40}")
 def on_hub(place):
     """Returns whether a folder, as data_place returns it or None, is on the Hub."""
     return str(place).startswith("hf://")
+
+
+def pinned(text, saved=None):
+    """Returns the value of a flag, or None, with a commit in each place on the Hub: the one that the place has in
+    `saved`, the flag's value in a checkpoint, else the one to which its branch points. Raises Outage."""
+    return text and PLACE.sub(partial(_at_commit, saved or ""), text)
+
+
+def _at_commit(saved, place):
+    name, revision, path = place.groups()
+    if COMMIT.fullmatch(revision or ""):
+        return place[0]
+    commits = {*re.findall(rf"hf://datasets/{re.escape(name)}@({COMMIT.pattern}){re.escape(path)}(?:,|$)", saved)}
+    if len(commits) != 1:
+        commits = {patiently(place[0], remote.OUTAGE_S, commit_of, name, revision or "main")}
+    return f"hf://datasets/{name}@{commits.pop()}{path}"
 
 
 def require_commits(text):

@@ -27,11 +27,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from nanochat.common import BadInput, read_toml
-from nanochat.data.bucket import data_place, is_remote
 from nanochat.data.hub_files import require_commits
 from nanochat.data.lanes import COUNTS, Lane, LaneState
 from nanochat.data.loader import Loader, settings_of, shared_by_lanes
 from nanochat.data.shards import fingerprint, open_text, read_pieces
+from nanochat.data.storage import data_place, is_remote
 
 NAME = r"(?!.*per_s$)[A-Za-z]\w*"  # of a source or validation set, whose tokens_NAME must not be tokens_per_s
 GOLDEN = (math.sqrt(5) - 1) / 2

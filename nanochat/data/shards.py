@@ -2,7 +2,7 @@
 
 A shard is a parquet file with a column of text; only read_columns reads other columns. Each of its rows is called a
 document here, because a row is one sequence of the training batch. Shards may come from anywhere and have row groups of
-a gigabyte. So no file stays open, and memory holds no more text than the caller asks for. bucket.py fetches shards
+a gigabyte. So no file stays open, and memory holds no more text than the caller asks for. cache.py fetches shards
 from buckets and the Hub, one row group at a time.
 
     shards = open_text(flags, "val")      # what a script's TextFlags name, checked
@@ -11,7 +11,6 @@ from buckets and the Hub, one row group at a time.
     whole_texts(shards)                   # yields the text of one document after the other
 """
 import hashlib
-import os
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import NamedTuple
@@ -20,17 +19,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from nanochat.common import BadInput, flag, get_base_dir, say
-from nanochat.data.bucket import (
-    CACHE_GB,
-    BucketFile,
-    LocalFile,
-    choose_shards,
-    data_place,
-    fetch_footers,
-    is_data,
-    is_remote,
-    list_bucket,
-)
+from nanochat.data.cache import CACHE_GB, LocalFile, RemoteFile, data_files, fetch_footers
+from nanochat.data.storage import data_place
 
 DEFAULT_DIRS = {"train": "parquet/base_data_v3", "val": "parquet/val"}  # under the base directory
 TEXT = "text"  # the column
@@ -61,7 +51,7 @@ class CorruptRowGroup(BadInput):
 @dataclass(frozen=True)
 class Shard:
     """A parquet file with text, as its footer describes it."""
-    file: LocalFile | BucketFile
+    file: LocalFile | RemoteFile
     n_bytes: int  # size of the file
     row_group_documents: tuple[int, ...]  # number of documents in each row group
     digest: str  # SHA-256 of name, size, commit on the Hub, and footer
@@ -97,50 +87,28 @@ def open_text(flags, split="train"):
 
 
 def list_shards(data_dir=None, split="train", cache_gb=CACHE_GB):
-    """Returns the shards (bucket.choose_shards) in `data_dir`, or in the default directory of `split`, sorted by name:
-    paths, or BucketFiles that share a cache of `cache_gb` gigabytes. Raises BadInput if there are none."""
-    if data_dir and is_remote(data_dir):
-        files = list_bucket(data_dir, cache_gb)
-        if not files:
-            raise BadInput(f"no {split} data: {data_dir} has no *.parquet file in it: correct the URL, or copy some "
-                           "there")
-        return sorted(files, key=lambda file: (file.name, str(file).split("/")))
-    data_dir = Path(data_dir) if data_dir else get_base_dir() / DEFAULT_DIRS[split]
-    advice = "make some with python3 -m scripts.prepare_data, or name a directory that has it"
-    if data_dir.suffix == ".toml":
+    """Returns the shards (cache.data_files) in `data_dir`, or in the default directory of `split`, sorted by name.
+    Those that are elsewhere share a cache of `cache_gb` gigabytes. Raises BadInput if there are none."""
+    place = str(data_dir or get_base_dir() / DEFAULT_DIRS[split])
+    advice = "make some with python3 -m scripts.prepare_data, or name a folder that has some"
+    if place.endswith(".toml"):
         advice = "only --data_dir of base_train takes a mixture: name one of its folders"
     try:
-        paths = [data_dir / path for path in choose_shards(data_dir, _files_in(data_dir))]
+        files = data_files(place, cache_gb)
     except OSError as error:
-        raise BadInput(f"no {split} data: {data_dir} cannot be read ({error.strerror}): {advice}") from None
-    if not paths:
-        raise BadInput(f"no {split} data: {data_dir} has no *.parquet file in it: {advice}")
-    return sorted(paths, key=lambda path: (path.name, path))
-
-
-def _files_in(folder):
-    """Returns the paths of the files at every level of a folder, relative to it. Raises OSError if the folder itself
-    cannot be read."""
-    os.listdir(folder)  # os.walk would find nothing
-    found = []
-    seen = set()
-    for place, folders, names in os.walk(folder, followlinks=True):
-        inside = os.path.relpath(place, folder) + "/"
-        found += [(inside + name).removeprefix("./") for name in names]
-        seen.add(os.path.realpath(place))
-        # Hidden folders may be large, and links may lead back.
-        folders[:] = [name for name in folders if is_data(name + "/")
-                      and os.path.realpath(os.path.join(place, name)) not in seen]
-    return found
+        raise BadInput(f"no {split} data: {place} cannot be read ({error.strerror}): {advice}") from None
+    if not files:
+        raise BadInput(f"no {split} data: {place} has no *.parquet file in it: {advice}")
+    return sorted(files, key=lambda file: (file.name, str(file).split("/")))
 
 
 def open_shards(paths, skip_bad=False):
-    """Reads the footers of files, paths or BucketFiles, and returns a list of Shards.
+    """Reads the footers of files, as list_shards returns them or paths, and returns a list of Shards.
 
     Raises BadInput if a file is not a whole parquet file with a column of text, which `skip_bad` skips with a warning,
     and if every document is empty.
     """
-    files = [path if isinstance(path, BucketFile) else LocalFile(Path(path)) for path in paths]
+    files = [LocalFile(Path(path)) if isinstance(path, str | Path) else path for path in paths]
     fetch_footers(files)
     shards = []
     for file in files:
@@ -149,8 +117,8 @@ def open_shards(paths, skip_bad=False):
         except BadInput as error:
             _skip_or_raise(error, skip_bad)
     if next(all_pieces(shards), None) is None:
-        names = ", ".join(map(str, paths[:3]))
-        more = " …" if len(paths) > 3 else ""
+        names = ", ".join(map(str, files[:3]))
+        more = " …" if len(files) > 3 else ""
         raise BadInput(f"no text in {names}{more}: every document is empty")
     return shards
 

@@ -24,9 +24,10 @@ from nanochat.checkpoint.meta import Meta
 from nanochat.checkpoint.on_disk import META, MODEL, OPTIMIZER, SOURCE, SUMS
 from nanochat.checkpoint.pieces import Layout
 from nanochat.common import BadInput, Outage, expand_path, is_disk_full, require_file
-from nanochat.data.bucket import data_place
+from nanochat.data.hub_files import pinned
 from nanochat.data.hub_tokenizer import HubTokenizer
-from nanochat.data.storage import Interruption, Retries, copy_files, list_files
+from nanochat.data.remote import patiently
+from nanochat.data.storage import copy_files, data_place, is_remote, list_files
 from nanochat.export.llama import CARD, CONFIG, SMALL_FILES, matches, read_config, their_names, their_shapes
 from nanochat.model.weights import shapes
 from nanochat.run.processes import exclusive_use
@@ -146,8 +147,8 @@ class Source(NamedTuple):
 def open_source(place, scratch):
     """Returns the Source of a place, see import_model; its files are fetched into the folder `scratch` if they are not
     on this machine. Raises BadInput."""
-    if place.startswith("gs://"):
-        place = data_place(place)
+    if is_remote(place):
+        place = pinned(data_place(place))
         return Source(scratch, os.path.basename(place), "", partial(_from_bucket, place, scratch))
     folder = expand_path(place)
     if folder.is_dir():
@@ -182,15 +183,11 @@ def _ask_hub(function, name, **options):
 
 def _from_bucket(url, folder, patterns):
     def copy():
-        names = [os.path.basename(file.url) for file in list_files(url)[0]]
-        copy_files([(f"{url}/{name}", str(folder / name)) for name in names if matches(name, patterns)])
+        copy_files([(file, folder / path) for path, file in list_files(url).items()
+                    if "/" not in path and matches(path, patterns)])
 
     folder.mkdir(exist_ok=True)
-    try:
-        Retries(url, OUTAGE_S).call(copy)
-    except Interruption as error:
-        raise Outage(f"{url} has not been reached for {OUTAGE_S} s ({error}): start the same command again "
-                     "later") from None
+    patiently(url, OUTAGE_S, copy)
 
 
 def _line(error):

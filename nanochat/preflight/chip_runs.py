@@ -16,8 +16,9 @@ import torch
 from nanochat.checkpoint import on_disk
 from nanochat.common import BadInput, get_base_dir
 from nanochat.data.loader import DataLoader, RankRows
+from nanochat.data.remote import Interruption
 from nanochat.data.shards import open_shards
-from nanochat.data.storage import Interruption, copy_files, delete_file
+from nanochat.data.storage import copy_files, delete_file, is_remote
 from nanochat.device import tpu
 from nanochat.device.ranks import compute_init, prepare_xla_environment
 from nanochat.device.tpu import GIB
@@ -271,9 +272,9 @@ def host(setting):
     torch.ones(COPIED_BYTES // 4).to(device)[:1].cpu()
     gb_per_s = COPIED_BYTES / 1e9 / (time.monotonic() - begun)
     yield Finding("copy to the device", gb_per_s > 0.1, f"{gb_per_s:.1f} GB/s", "0.1 GB/s")
-    mirror = setting.flags.record.checkpoint_mirror or ""
-    if mirror.startswith("gs://"):
-        yield try_bucket(path, f"{mirror.rstrip('/')}/tpu_check.parquet")
+    mirror = setting.flags.record.checkpoint_mirror
+    if is_remote(mirror):
+        yield try_bucket(path, f"{mirror}/tpu_check.parquet")
 
 
 def loader_rate(flags, path):
@@ -291,7 +292,7 @@ def loader_rate(flags, path):
 def try_bucket(path, url):
     begun = time.monotonic()
     try:
-        copy_files([(str(path), url)])
+        copy_files([(path, url)])
         delete_file(url)
     except (BadInput, Interruption) as error:
         return Finding("upload to the bucket", False, anonymous(str(error)), "it takes a file")

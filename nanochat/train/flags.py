@@ -9,11 +9,11 @@ import torch
 
 from nanochat.checkpoint.on_disk import Kept, step_of
 from nanochat.common import BadInput, expand_path, flag, not_empty, read_flags
-from nanochat.data.bucket import data_place, pinned
-from nanochat.data.hub_files import on_hub
+from nanochat.data.hub_files import on_hub, pinned
 from nanochat.data.lanes import NUM_LANES
 from nanochat.data.mixture import NAME, read_mixture
 from nanochat.data.shards import TextFlags
+from nanochat.data.storage import data_place
 from nanochat.device.ranks import DEVICE_TYPES
 from nanochat.model.layers import RECOMPUTED
 from nanochat.model.models import CONFIG_FLAGS, KEPT, MODELS, as_flag, settled

@@ -10,7 +10,7 @@ from nanochat.checkpoint.meta import load_meta
 from nanochat.checkpoint.mirror import Mirror, patiently, run_mirror
 from nanochat.checkpoint.uploader import STATE_FILE, MirrorState
 from nanochat.common import BadInput, get_base_dir, move_aside, say, written_whole
-from nanochat.data.storage import Interruption
+from nanochat.data.remote import Interruption
 from nanochat.record.observe import parse_profile_steps
 from nanochat.run.agreement import Requests
 from nanochat.run.hosts import require_alike

@@ -1,6 +1,6 @@
 """The text that a run reads: whether it can be used, and how often a mixture reads each source."""
 from nanochat.common import BadInput
-from nanochat.data.bucket import check_cache
+from nanochat.data.cache import check_cache
 from nanochat.data.mixture import open_mixture, tokens_in
 from nanochat.data.shards import fingerprint, open_text
 from nanochat.record.metrics import format_count

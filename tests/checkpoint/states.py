@@ -1,10 +1,8 @@
 """Small states of models and optimizers, and checkpoints of them, for the tests, and what may befall them."""
-import multiprocessing
 import os
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
 import torch
@@ -66,27 +64,6 @@ def damage(file, how):
         file.unlink()
 
 
-def kill_at_any_moment(save_for_ever, run_dir, pause_s):
-    """Kills a process that runs save_for_ever(run_dir) a bit later each time, and checks that it leaves whole
-    checkpoints and nothing else that a start does not delete."""
-    context = multiprocessing.get_context("forkserver")  # this process may have an XLA runtime and its threads
-    context.set_forkserver_preload([save_for_ever.__module__])
-    for moment in range(6):
-        process = context.Process(target=save_for_ever, args=(run_dir,))
-        process.start()
-        give_up = time.monotonic() + 60
-        while on_disk.latest(run_dir) is None and time.monotonic() < give_up:
-            time.sleep(0.001)
-        time.sleep(pause_s * moment)
-        process.kill()
-        process.join()
-        paths = on_disk.list_checkpoints(run_dir)
-        assert paths and all(on_disk.find_problem(path) is None for path in paths)
-        on_disk.clean_partial(run_dir)
-        assert not any(name.endswith(".tmp") for name in names(run_dir))
-        on_disk.set_aside_after(run_dir, -1)
-
-
 def listen(module):
     """Returns wait(words), which returns once the module has said a line with these words."""
     said, say, is_new = [], module.say, threading.Condition()
@@ -105,11 +82,35 @@ def listen(module):
     return wait
 
 
+ON_SMALL_DISK = """
+import os, sys, time
+from pathlib import Path
+import torch
+from nanochat.checkpoint import on_disk
+from nanochat.checkpoint import saver as saver_module
+from nanochat.checkpoint.pieces import Layout, sizes_of
+from nanochat.checkpoint.saver import SaveOptions, Saver, save_lane_states
+from tests.checkpoint.states import listen, make_meta
+run_dir, wait = Path(sys.argv[1]), listen(saver_module)
+ballast = run_dir / "ballast"
+def fill():
+    with open(ballast, "wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(4096))
+        except OSError:
+            pass
+def names():
+    return [path.name for path in on_disk.list_checkpoints(run_dir)]
+"""
+
+
 def run_on_small_disk(tmp_path, script, megabytes):
-    """Runs a Python script, which must succeed, with the path of a file system of so many MB, which anybody may mount
-    in a user namespace. Returns what it printed."""
+    """Runs a Python script, which begins with ON_SMALL_DISK and must succeed, with a file system of so many MB, which
+    anybody may mount in a user namespace. Returns what it printed."""
     disk = tmp_path / "disk"
     disk.mkdir()
+    script = ON_SMALL_DISK + script
     command = f"mount -t tmpfs -o size={megabytes}m tmpfs {disk} && exec {sys.executable} -c '{script}' {disk}"
     process = subprocess.run(["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", command],
                              capture_output=True, text=True, timeout=120)

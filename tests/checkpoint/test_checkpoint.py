@@ -9,7 +9,7 @@ import torch
 from nanochat.checkpoint import on_disk
 from nanochat.checkpoint.pieces import load_checkpoint
 from nanochat.checkpoint.saver import SaveOptions, save_checkpoint, save_lane_states
-from tests.checkpoint.states import flip_a_byte, kill_at_any_moment, make_meta, make_state, names, save
+from tests.checkpoint.states import flip_a_byte, make_meta, make_state, names, save
 
 
 def test_a_checkpoint_loads_as_it_was_saved_bit_for_bit(tmp_path):
@@ -65,17 +65,6 @@ def test_saving_a_step_again_keeps_a_good_checkpoint_and_replaces_a_damaged_one(
     flip_a_byte(path / "model.safetensors")
     assert save(tmp_path, 10) == path and on_disk.find_problem(path) is None
     assert [name for name in names(tmp_path) if "aside" in name] == ["step_000010.aside"]
-
-
-def _save_for_ever(run_dir):
-    step = 0
-    while True:
-        step += 1
-        save(run_dir, step, keep=2)
-
-
-def test_a_process_killed_at_any_moment_leaves_only_whole_checkpoints(tmp_path):
-    kill_at_any_moment(_save_for_ever, tmp_path, pause_s=0.007)
 
 
 def test_an_error_while_saving_leaves_the_old_checkpoint_and_frees_the_disk(tmp_path, monkeypatch):

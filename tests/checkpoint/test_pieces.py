@@ -1,4 +1,5 @@
 """Checkpoints whose tensors are divided into pieces that several ranks write."""
+import multiprocessing
 import shutil
 import subprocess
 import threading
@@ -13,7 +14,8 @@ from nanochat.checkpoint.mirror import run_mirror
 from nanochat.checkpoint.on_disk import MODEL, OPTIMIZER
 from nanochat.checkpoint.pieces import Layout, load_checkpoint, sizes_of
 from nanochat.checkpoint.saver import SaveOptions, Saver, save_checkpoint, save_lane_states, write_part
-from tests.checkpoint.states import DAMAGES, damage, kill_at_any_moment, make_meta, names, run_on_small_disk
+from tests.checkpoint.states import DAMAGES, damage, make_meta, names, run_on_small_disk
+from tests.deploy.conftest import eventually
 
 PIECE_BYTES = 1000
 WRITERS = 3
@@ -103,7 +105,7 @@ def test_any_damage_to_a_piece_or_an_index_is_found_and_the_checkpoint_before_is
     assert path == good and list(damaged) == [bad]
 
 
-def test_a_copy_in_a_mirror_is_whole_only_with_all_pieces(tmp_path):
+def test_a_copy_in_a_mirror_is_used_only_with_all_pieces(tmp_path):
     run_dir = tmp_path / "run"
     path = save_in_pieces(run_dir, 3)
     (run_dir / "metrics.jsonl").touch()
@@ -113,7 +115,7 @@ def test_a_copy_in_a_mirror_is_whole_only_with_all_pieces(tmp_path):
     fetched = mirror.fetch(tmp_path / "other")
     assert names(fetched) == names(path) and on_disk.find_problem(fetched) is None
     (tmp_path / "mirror/run/step_000003/model-00002-of-00007.safetensors").unlink()
-    assert mirror.whole_copies() == [] and mirror.fetch(tmp_path / "third") is None
+    assert mirror.fetch(tmp_path / "third") is None
 
 
 def test_a_rank_that_never_writes_its_part_is_said_after_the_limit(tmp_path):
@@ -184,21 +186,12 @@ def test_the_parts_of_a_checkpoint_that_rank_0_gives_up_end_quietly(tmp_path, mo
 
 
 FULL_DISK = """
-import os, sys, time
-from pathlib import Path
-import torch
-from nanochat.checkpoint import on_disk
-from nanochat.checkpoint import saver as saver_module
-from nanochat.checkpoint.pieces import Layout, sizes_of
-from nanochat.checkpoint.saver import SaveOptions, Saver
-from tests.checkpoint.states import listen, make_meta
-run_dir, wait = Path(sys.argv[1]), listen(saver_module)
 small, large = {"a": torch.ones(1000)}, {"a.momentum": torch.ones(1_000_000)}
 layout = Layout.of(sizes_of(small), sizes_of(large))
 options = SaveOptions(retry_s=0.2)
 saver = Saver(run_dir, options=options)
 part = Saver(run_dir, options=options)
-(run_dir / "ballast").write_bytes(bytes(4_000_000))
+ballast.write_bytes(bytes(4_000_000))
 part.save_part(1, layout, {}, large)
 while not (on_disk.partial_dir(run_dir, 1) / saver_module.FULL).exists():
     time.sleep(0.01)
@@ -209,7 +202,7 @@ saver.check()
 part.check()
 assert on_disk.latest(run_dir) is None
 print("now there is space", flush=True)
-os.unlink(run_dir / "ballast")
+ballast.unlink()
 saver.finish(timeout_s=60)
 part.finish(timeout_s=60)
 assert on_disk.latest_good(run_dir)[0].name == "step_000001" and saver.saved_step == 1
@@ -230,5 +223,18 @@ def _save_for_ever(run_dir):
         save_in_pieces(run_dir, step, keep=2)
 
 
-def test_a_process_killed_at_any_moment_leaves_only_whole_checkpoints(tmp_path):
-    kill_at_any_moment(_save_for_ever, tmp_path, pause_s=0.011)
+def test_a_process_killed_at_any_moment_leaves_whole_checkpoints_and_what_a_start_deletes(tmp_path):
+    context = multiprocessing.get_context("forkserver")  # this process may have an XLA runtime and its threads
+    context.set_forkserver_preload([__name__])
+    for moment in range(6):
+        process = context.Process(target=_save_for_ever, args=(tmp_path,))
+        process.start()
+        eventually(lambda: on_disk.latest(tmp_path))
+        time.sleep(0.011 * moment)
+        process.kill()
+        process.join()
+        paths = on_disk.list_checkpoints(tmp_path)
+        assert paths and all(on_disk.find_problem(path) is None for path in paths)
+        on_disk.clean_partial(tmp_path)
+        assert not any(name.endswith(".tmp") for name in names(tmp_path))
+        on_disk.set_aside_after(tmp_path, -1)

@@ -83,62 +83,35 @@ def test_a_checkpoint_that_does_not_read_back_as_it_was_written_gets_no_final_na
     assert on_disk.latest(tmp_path) is None
 
 
-FULL_DISK = """
-import os, sys, time
-from pathlib import Path
-import torch
-from nanochat.checkpoint import on_disk
-from nanochat.checkpoint import saver as saver_module
-from nanochat.checkpoint.saver import SaveOptions, Saver, save_lane_states
-from tests.checkpoint.states import listen, make_meta
-run_dir, state = Path(sys.argv[1]), ({"w": torch.ones(500_000)}, {})
+TWO_MB = """
+state = {"w": torch.ones(500_000)}, {}
 options = SaveOptions(on_disk.Kept(2), retry_s=0.1)
-saver, wait = Saver(run_dir, 1, options), listen(saver_module)
+saver = Saver(run_dir, 1, options)
+"""
+
+FULL_DISK = TWO_MB + """
 def save(step):
     save_lane_states(run_dir, step, {0: {"text": "x" * 300_000}}, options)
     saver.save(*state, make_meta(step))
-def fill():
-    with open(run_dir / "ballast", "wb", buffering=0) as file:
-        try:
-            while True:
-                file.write(bytes(4096))
-        except OSError:
-            pass
 save(1)
 saver.finish()
 fill()
 save(2)
 wait("the disk is full")
 saver.check()
-assert [path.name for path in on_disk.list_checkpoints(run_dir)] == ["step_000001"]
+assert names() == ["step_000001"]
 save(3)  # replaces 2, which is not saved yet
 time.sleep(0.5)
-os.unlink(run_dir / "ballast")
+ballast.unlink()
 saver.finish(timeout_s=60)
-assert [path.name for path in on_disk.list_checkpoints(run_dir)] == ["step_000001", "step_000003"]
+assert names() == ["step_000001", "step_000003"]
 assert on_disk.latest_good(run_dir)[0].name == "step_000003" and saver.saved_step == 3
 assert not list(run_dir.glob("*.tmp")), "a checkpoint that was given up is still there"
 """
 
 
-LANES_DO_NOT_FIT = """
-import os, sys
-from pathlib import Path
-import torch
-from nanochat.checkpoint import on_disk
-from nanochat.checkpoint import saver as saver_module
-from nanochat.checkpoint.saver import SaveOptions, Saver, save_lane_states
-from tests.checkpoint.states import listen, make_meta
-run_dir, state = Path(sys.argv[1]), ({"w": torch.ones(500_000)}, {})
-options = SaveOptions(on_disk.Kept(2), retry_s=0.1)
-saver, wait = Saver(run_dir, 1, options), listen(saver_module)
-ballast = run_dir / "ballast"
-with open(ballast, "wb", buffering=0) as file:
-    try:
-        while True:
-            file.write(bytes(4096))
-    except OSError:
-        pass
+LANES_DO_NOT_FIT = TWO_MB + """
+fill()
 save_lane_states(run_dir, 1, {0: {"text": "x" * 300_000}}, options)
 os.truncate(ballast, ballast.stat().st_size - 2_150_000)
 saver.save(*state, make_meta(1))
@@ -146,7 +119,7 @@ wait("the disk is full")
 print("now there is space", flush=True)
 ballast.unlink()
 saver.finish(timeout_s=60)
-assert [path.name for path in on_disk.list_checkpoints(run_dir)] == ["step_000001"]
+assert names() == ["step_000001"]
 assert on_disk.latest_good(run_dir)[0] and not list(run_dir.glob("step_*/probe"))
 """
 

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from nanochat.checkpoint import mirror, uploader
+from nanochat.checkpoint import mirror
 from nanochat.checkpoint.mirror import Mirror, run_mirror
 from nanochat.checkpoint.on_disk import MODEL, Kept, list_checkpoints
 from nanochat.checkpoint.uploader import MirrorState, Uploader
@@ -62,8 +62,7 @@ class Slow:
         self._there.copy(path, metrics)
 
 
-def test_a_mirror_slower_than_the_saves_gets_whole_copies_and_says_so(run_dir, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(uploader, "SLOW_S", 0)
+def test_a_mirror_slower_than_the_saves_gets_whole_copies_and_says_so(run_dir, tmp_path, capsys):
     there = Slow(Mirror(str(tmp_path / "mirror"), Kept(1)))
     uploads = begin(there, run_dir)
     for step in (1, 2, 3):
@@ -101,10 +100,8 @@ def test_the_end_copies_what_the_metrics_have_got_since_the_checkpoint(run_dir, 
         with (run_dir / "metrics.jsonl").open("a") as file:
             file.write('{"step": 1, "val_bpb": 1.5}\n')
         assert uploads.finish()
-        copy = tmp_path / "copy"
-        copy.mkdir(exist_ok=True)
-        there._copy([f"{there.url}/metrics.jsonl"], copy)
-        assert (copy / "metrics.jsonl").read_text() == (run_dir / "metrics.jsonl").read_text()
+        there._copy({"copy": there._files()["metrics.jsonl"]}, tmp_path)
+        assert (tmp_path / "copy").read_text() == (run_dir / "metrics.jsonl").read_text()
     (run_dir / "metrics.jsonl").unlink()
     assert begin(there, run_dir).finish()  # a warning, and not the end of the run
     assert "warning: the last lines of metrics.jsonl are not in " in capsys.readouterr().out

@@ -4,14 +4,14 @@ from unittest import mock
 
 from huggingface_hub import constants
 
-from nanochat.data import bucket, hub_files
+from nanochat.data import cache, hub_files
 from scripts import base_train
 
 
 def forget():
     """Forgets what a process knows of the Hub."""
     hub_files.commit_of.cache_clear()
-    bucket._parquet_files.cache_clear()
+    cache._remote_files.cache_clear()
 
 
 def main(argv):

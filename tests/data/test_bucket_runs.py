@@ -1,29 +1,21 @@
 """base_train and base_eval with --data_dir=gs://… end where they end with the same data on disk."""
 import json
-import os
 import re
 
 import pytest
 
 from nanochat.run.stopping import EXIT_STATUS
 from scripts import base_eval
-from tests.buckets import gcloud  # noqa: F401
+from tests.buckets import bucket, gcloud  # noqa: F401
 from tests.conftest import last_of_each
 from tests.data import impatient
-from tests.data.storage import Storage
-from tests.data.test_batches import STEPS, hashes, train, whole  # noqa: F401
 
 
 @pytest.fixture
-def storage(gcloud, corpus_dir, tmp_path, monkeypatch):  # noqa: F811
-    """gs://b/corpus, with the folders train and val; `env` are the variables with which a process sees it."""
-    storage = Storage()
-    storage.copy(corpus_dir, "b", "corpus")
-    storage.environment = {**storage.env(tmp_path / "gcloud"), "PATH": f"{gcloud}:{os.environ['PATH']}"}
-    for name, value in storage.environment.items():
-        monkeypatch.setenv(name, value)
-    yield storage
-    storage.close()
+def storage(bucket, corpus_dir):  # noqa: F811
+    """gs://b/corpus, with the folders train and val."""
+    bucket.copy(corpus_dir, "b", "corpus")
+    return bucket
 
 
 def flags_of(place, run):
@@ -55,18 +47,6 @@ def test_a_run_from_a_bucket_has_the_losses_and_evaluations_of_one_from_disk(sto
         lines.append(capsys.readouterr().out.splitlines())
     assert lines[0][-1] == lines[1][-1] and "bits per byte" in lines[0][-1]
     assert lines[1][0].startswith("data: ") and "gs://b/corpus/val" in lines[1][0]
-
-
-@pytest.mark.slow
-def test_a_run_sees_the_same_batches_when_it_goes_on_from_a_bucket_and_then_from_disk(train, whole, storage,  # noqa: F811
-                                                                                     tmp_path):
-    status, _, first = train("parts", data_dir="gs://b/corpus/train", stop_at=8)
-    assert status == EXIT_STATUS and 8 <= first < STEPS
-    status, _, second = train("parts", devices=1, stop_at=24)
-    assert status == EXIT_STATUS and first < second < STEPS
-    status, output, last = train("parts", devices=4, data_dir="gs://b/corpus/train")
-    assert status == 0 and last == STEPS and "resuming from" in output
-    assert hashes(tmp_path / "parts") == whole()
 
 
 def test_a_bucket_that_is_gone_while_a_run_trains_ends_it_with_one_line_and_status_75(storage, tiny, warm_ranks):

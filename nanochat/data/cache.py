@@ -1,6 +1,6 @@
 """Parquet files of data: on this machine, or elsewhere (gs://… or hf://…) with a cache on this machine's disk.
 
-    files = list_bucket("gs://my-bucket/parquet/val", cache_gb=20)    # BucketFiles
+    files = data_files("gs://my-bucket/parquet/val", cache_gb=20)    # RemoteFiles; of a folder here, LocalFiles
     files[0].open_footer()                # a pyarrow file that has the footer, at its place
     files[0].open_row_group(3, ["text"])  # … this column of row group 3; and the file's metadata
     files[0].read_ahead(3, ["text"])      # fetches that in the background
@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
@@ -27,21 +27,20 @@ from nanochat.common import (
     BadInput,
     Failure,
     Outage,
-    expand_path,
     get_base_dir,
     is_disk_full,
     require_file,
     require_writable_dir,
     say,
 )
-from nanochat.data import hub_files, storage
-from nanochat.data.hub_files import COMMIT, PLACE, commit_of, on_hub
-from nanochat.data.storage import Interruption, Retries, StoredFile, download, endpoint
+from nanochat.data import remote
+from nanochat.data.hub_files import pinned
+from nanochat.data.remote import Interruption, Retries, StoredFile, download, outage, patiently, side_by_side
+from nanochat.data.storage import is_remote, list_files, read_range
 
 CACHE_GB = 20.0
 CACHE_DIR = "bucket_cache"  # under the base directory
-OUTAGE_S = 480  # less than loader.TIMEOUT_S, and than the default of --step_timeout_s, so that this is reported first
-LOCK_TIMEOUT_S = OUTAGE_S  # for another process that fetches the same part
+LOCK_TIMEOUT_S = remote.OUTAGE_S  # for another process that fetches the same part
 ROOM_TIMEOUT_S = 60  # for others that make room in the cache
 TAIL_BYTES = 64 << 10  # of a file, in which most footers are
 FOOTERS_AT_ONCE = 16
@@ -52,44 +51,9 @@ EVICTED_SHARE = 0.1  # of the limit; each eviction makes this much free, because
 TRIES = 5  # to open a part; more than two only if the cache is so small that others evict the part at once
 
 
-def data_place(text):
-    """Returns the value of a flag that names a folder in a bucket, on the Hub or on this machine. Raises BadInput if it
-    is none of them."""
-    if (re.match(r"gs://[a-z0-9][a-z0-9._-]*(/|$)", text) or PLACE.fullmatch(text)) and text.isprintable():
-        return text.rstrip("/")
-    if re.match(r"(?:gs|hf)//|[a-z][a-z0-9+.-]*:", text, re.IGNORECASE):
-        raise BadInput("it is neither gs://BUCKET/FOLDER, hf://datasets/ORG/NAME/FOLDER nor a folder of this machine: "
-                       "correct it (a path with a colon is written in full)")
-    return str(expand_path(text))
-
-
-def is_remote(place):
-    """Returns whether a folder, as data_place returns it or None, is in a bucket or on the Hub."""
-    return str(place).startswith("gs://") or on_hub(place)
-
-
-def pinned(text, saved=None):
-    """Returns the value of a flag, or None, with a commit in each place on the Hub: the one that the place has in
-    `saved`, the flag's value in a checkpoint, else the one to which its branch points."""
-    return text and PLACE.sub(partial(_at_commit, saved or ""), text)
-
-
-def _at_commit(saved, place):
-    name, revision, path = place.groups()
-    if COMMIT.fullmatch(revision or ""):
-        return place[0]
-    commits = {*re.findall(rf"hf://datasets/{re.escape(name)}@({COMMIT.pattern}){re.escape(path)}(?:,|$)", saved)}
-    try:
-        if len(commits) != 1:
-            commits = {Retries(place[0], OUTAGE_S).call(commit_of, name, revision or "main")}
-    except Interruption as error:
-        raise outage(place[0], OUTAGE_S, error) from None
-    return f"hf://datasets/{name}@{commits.pop()}{path}"
-
-
 @dataclass(unsafe_hash=True)
 class LocalFile:
-    """A file on this machine, with the methods of BucketFile. They open the whole file: pyarrow reads what it needs."""
+    """A file on this machine, with the methods of RemoteFile. They open the whole file: pyarrow reads what it needs."""
     commit = ""
     path: Path
     seen: tuple | None = field(default=None, compare=False)  # its size and time of change when it was first opened
@@ -125,11 +89,11 @@ class LocalFile:
 
 
 @dataclass(frozen=True)
-class BucketFile:
+class RemoteFile:
     """A file in a bucket or on the Hub, as it was when it was listed. It waits up to outage_s for an answer."""
     stored: StoredFile
     cache_gb: float = CACHE_GB
-    outage_s: float = OUTAGE_S
+    outage_s: float = remote.OUTAGE_S
 
     def __str__(self):
         return self.stored.url
@@ -173,9 +137,9 @@ class BucketFile:
     def read_ahead(self, row_group, columns):
         """Fetches columns of a row group in the background."""
         def work():
-            with _fetches:
-                # One attempt only: whoever needs the row group will retry, and report what is wrong.
-                _try(replace(self, outage_s=0).open_row_group, row_group, columns)
+            # One attempt only: whoever needs the row group will retry, and report what is wrong.
+            with _fetches, suppress(BadInput, Failure, pa.ArrowException, OSError):
+                replace(self, outage_s=0).open_row_group(row_group, columns)
 
         threading.Thread(target=work, name="read-ahead", daemon=True).start()
 
@@ -215,8 +179,7 @@ class BucketFile:
         file = _reserve(unfinished, begin, end, self.cache_gb * 1e9)
         try:
             with file:
-                read = hub_files.read_range if on_hub(self) else storage.read_range
-                download(partial(read, self.stored), file.fileno(), begin, end, Retries(self, self.outage_s))
+                download(partial(read_range, self.stored), file.fileno(), begin, end, Retries(self, self.outage_s))
                 os.fsync(file.fileno())
             with _room_lock(unfinished.parent):  # so that _parts_in counts it under one of the names
                 unfinished.rename(path)
@@ -229,50 +192,19 @@ def _is_whole(path, end):
     return path.exists() and path.stat().st_size == end
 
 
-def outage(place, waited_s, error):
-    why = f"has not been reached for {waited_s / 60:.0f} minutes"
-    if error.wait_s > waited_s:
-        why = f"asks to wait for {error.wait_s / 60:,.0f} minutes"
-    return Outage(f"{place} {why} ({error}): start the same command again later")
-
-
-def _try(function, *args):
-    """Fetches ahead, and returns whether that worked. If not, whoever needs the part will retry and find out why."""
-    try:
-        function(*args)
-    except (BadInput, Failure, pa.ArrowException, OSError):
-        return False
-    return True
-
-
 def fetch_footers(files):
-    """Fetches the footers of the BucketFiles among `files` into the cache: many at the same time, but only one while
-    the bucket does not answer."""
-    files = [file for file in files if isinstance(file, BucketFile)]
-    while files:
-        num_fetched = 0
-        with ThreadPoolExecutor(FOOTERS_AT_ONCE) as pool:
-            for is_fetched in pool.map(_try, [replace(file, outage_s=0).open_footer for file in files]):
-                if not is_fetched:
-                    break  # cancels those that have not begun
-                num_fetched += 1
-        # The first that failed, alone: this waits until the bucket answers again, or raises what is wrong.
-        for file in files[num_fetched:num_fetched + 1]:
-            file.open_footer()
-        files = files[num_fetched + 1:]
-
-
-def is_data(path):
-    """Returns whether a path in the folder of data may be a shard. Jupyter's copies and AppleDouble files are hidden;
-    folders such as _delta_log and _temporary are Delta Lake's and Spark's own."""
-    return not re.search(r"(?:^|/)(?:\.|_[^/]*/)", path)
+    """Fetches the footers of the RemoteFiles among `files` into the cache, many at the same time."""
+    files = [file for file in files if isinstance(file, RemoteFile)]
+    side_by_side(lambda file: file.open_footer().close(), files, FOOTERS_AT_ONCE)
 
 
 def choose_shards(place, paths):
     """Returns those of the relative `paths` in the folder `place` that are its shards: *.parquet in the folder, or in
     the first level of folders below it that has some, because `gcloud storage cp -r` nests what it copies. A folder
     further down may be the validation set's. Says once how many parquet files are left out."""
-    tables = [path for path in paths if is_data(path) and re.search(r"\.(parquet|parq|pq)$", path, re.IGNORECASE)]
+    # Jupyter's copies and AppleDouble files are hidden; _delta_log and _temporary are Delta Lake's and Spark's own.
+    tables = [path for path in paths if re.search(r"\.(parquet|parq|pq)$", path, re.IGNORECASE)
+              and not re.search(r"(?:^|/)(?:\.|_[^/]*/)", path)]
     depths = [path.count("/") for path in tables if path.endswith(".parquet")]
     chosen = [path for path in tables if path.endswith(".parquet") and path.count("/") == min(depths)]
     left_out = sorted(set(tables) - set(chosen))
@@ -380,7 +312,7 @@ def _evict(folder, limit):
 def check_cache(shards, num_lanes):
     """Returns a line about the Shards in a bucket and their cache, None if none is in a bucket. Raises BadInput if the
     cache is too small for the lanes, or the disk for the cache."""
-    shards = [shard for shard in shards if isinstance(shard.file, BucketFile)]
+    shards = [shard for shard in shards if isinstance(shard.file, RemoteFile)]
     if not shards:
         return None
     folder = _cache_folder(get_base_dir())
@@ -405,21 +337,16 @@ def check_cache(shards, num_lanes):
 # Listing
 
 
-def list_bucket(url, cache_gb=CACHE_GB):
-    """Returns the BucketFiles of the shards in a folder (choose_shards), as they were when this process first asked."""
-    try:
-        return [BucketFile(file, cache_gb, OUTAGE_S) for file in _parquet_files(pinned(url.rstrip("/")), endpoint())]
-    except Interruption as error:
-        raise outage(url, OUTAGE_S, error) from None
+def data_files(place, cache_gb=CACHE_GB):
+    """Returns the shards (choose_shards) in a folder: LocalFiles, or RemoteFiles as they were when this process first
+    asked. Raises OSError if a folder of this machine cannot be read."""
+    if not is_remote(place):
+        files = list_files(place)
+        return [LocalFile(files[path]) for path in choose_shards(place, files)]
+    files = _remote_files(pinned(place.rstrip("/")))
+    return [RemoteFile(files[path], cache_gb, remote.OUTAGE_S) for path in choose_shards(place, files)]
 
 
-# Listed once in a process. The endpoint is a part of the cache's key only: another server has other files.
 @cache
-def _parquet_files(url, of_endpoint):
-    retries = Retries(url, OUTAGE_S)
-    if on_hub(url):
-        files = retries.call(hub_files.list_files, url)
-    else:
-        files, _ = retries.call(partial(storage.list_files, delimiter=""), url)
-    by_path = {file.url.removeprefix(f"{url}/"): file for file in files}
-    return [by_path[path] for path in choose_shards(url, by_path)]
+def _remote_files(url):
+    return patiently(url, remote.OUTAGE_S, list_files, url)
