@@ -15,14 +15,16 @@ from nanochat.data.hub_files import pinned
 from nanochat.data.mixture import read_mixture
 from nanochat.data.shards import fingerprint, list_shards, open_shards, whole_texts
 from nanochat.data.storage import data_place
+from nanochat.run.agreement import Requests
 from nanochat.run.stopping import EXIT_STATUS
 from nanochat.train.flags import parse_flags
+from nanochat.train.prepare import REQUESTS_FILE
 from scripts import ablate
 from tests.conftest import last_of_each
 from tests.corpus.projects import prepare, shard_hashes, stack_rows, write_table
 from tests.data import from_hub
 from tests.data.documents import write
-from tests.data.test_batches import stop_run
+from tests.deploy.conftest import eventually
 from tests.hub import Hub
 
 REPO = "datasets/org/data"
@@ -88,6 +90,13 @@ def test_each_place_of_a_flag_keeps_the_commit_that_it_has_in_a_checkpoint(hub):
     assert pinned(f"c=hf://{REPO}/a/b,a=hf://{REPO}@v1/a,d=hf://{REPO}/x,e=e", saved) == \
         f"c=hf://{REPO}@{two}/a/b,a=hf://{REPO}@{one}/a,d=hf://{REPO}@{now}/x,e=e"
     assert pinned(f"hf://{REPO}@{two}/a", saved) == f"hf://{REPO}@{two}/a" and pinned(None, saved) is None
+
+
+def stop_run(run_dir, step):
+    """Asks the run to stop, as its parent process does after SIGTERM, once it has logged this step."""
+    metrics = run_dir / "metrics.jsonl"
+    eventually(lambda: metrics.exists() and f'"step": {step},' in metrics.read_text())
+    Requests(run_dir / REQUESTS_FILE).ask_to_stop()
 
 
 def test_a_run_that_is_stopped_resumes_on_a_new_machine_with_the_same_losses_after_its_branch_has_moved(
