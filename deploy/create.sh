@@ -61,19 +61,14 @@ write_limit() {
     printf 'if [ -s ~/nanochat.d/limit ]; then bash ~/nanochat.d/limit start_limit; else set_limit %s; fi\n' \
       "$(quote "${limit[@]}")"; } >"$TMP/startup"
 }
-# check_limit sets the limit again, in case the startup script did not run, and tells whether the VM may delete itself:
-# only its own service account knows.
+# check_limit sets the limit again, in case the startup script did not run, and tells whether the VM may delete itself.
 check_limit() {
-  local answer script
-  aim
-  # shellcheck disable=SC2016  # it is evaluated on the VM
-  script="$(cat "$LIB/limit.sh")"$'\n''set_limit "$@" >&2; may_delete "$3"'
+  local answer
   limit[0]=$((limit[0] + created_s - SECONDS))
-  answer=$(WORKER=0 limited 180 retry vm 0 "$script" "${limit[@]}" 2>&1 | LC_ALL=C tr -cd ' -~\n' | tail -n 1 |
-    cut -c 1-300) || true
+  answer=$(ask_limit "${limit[@]}")
   [ "$answer" != yes ] || { say "$NAME deletes itself before $MAX_HOURS hours are over"; return 0; }
-  say "warning: $NAME may not delete itself (${answer:-no answer}). At its limit it only ends its runs, and goes" \
-    "on to cost money until this machine deletes it: watch.sh does, or delete.sh $NAME"
+  say "warning: $NAME may not delete itself ($answer). At its limit it only ends its runs, and goes on to cost money" \
+    "until this machine deletes it: watch.sh does, or delete.sh $NAME"
 }
 
 # try ZONE creates the VM there. It returns 0 when the VM is ready; otherwise it deletes the VM, sets REASON, returns 1.

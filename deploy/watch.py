@@ -1,25 +1,15 @@
 """Keeps one run alive on one VM, within a budget. watch.sh, whose --help describes it, starts this program.
 
-It is two processes. This one, the keeper, watches the budget. Its child, the worker, creates the VM, starts the run and
-replaces what is lost. Each notices the end of the other:
-
-- The worker ends by itself or is killed: the keeper starts another. When the budget ends, the keeper ends the worker,
-  even one that hangs, and saves the run and deletes the VM itself.
-- The keeper is killed: the worker ends the script that it runs and becomes a keeper without a worker, called guard. It
-  does nothing but count, and end the budget. A new watch.sh ends the guard and goes on from its state.
-- Both are killed: a VM may remain and cost money. The next watch.sh counts the time in between, and ends the script
-  that was left running.
-- The keeper gets SIGINT or SIGTERM: both end, and the VM is left as it is.
+It is one process with one file, state.json: what is asked, what is known of the VM, what was spent, what was tried. If
+it is killed, the VM may remain and cost money until its own limit. The next watch.sh counts the time in between, ends
+the script that was left running, and goes on. SIGINT and SIGTERM end it and leave the VM as it is.
 """
 import fcntl
-import json
 import math
 import os
 import re
-import select
 import shlex
 import signal
-import subprocess
 import sys
 import time
 import traceback
@@ -29,26 +19,12 @@ from pathlib import Path
 if not __package__:  # watch.sh runs this file
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from deploy.lib.actions import Actions  # noqa: E402
-from deploy.lib.calls import Calls, end_group, processes  # noqa: E402
+from deploy.lib.calls import Calls  # noqa: E402
 from deploy.lib.catalogue import hourly_prices  # noqa: E402
-from deploy.lib.keeper import ENDED, Keeper  # noqa: E402
+from deploy.lib.loop import Loop, ToldToStop  # noqa: E402
 from deploy.lib.settings import read_settings  # noqa: E402
-from deploy.lib.state import Books, Ended, Journal, Known, open_private, replace_file  # noqa: E402
-from deploy.lib.worker import Worker  # noqa: E402
+from deploy.lib.state import Journal, State, open_private, replace_file, steady_time  # noqa: E402
 from nanochat.common import BadInput  # noqa: E402
-
-
-class ToldToStop(Exception):
-    pass
-
-
-class KeeperGone(Exception):
-    pass
-
-
-def on_signal(*_):
-    raise ToldToStop
 
 
 def main():
@@ -61,15 +37,15 @@ def main():
     signal.signal(signal.SIGINT, on_signal)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the watch outlives the terminal
     make_private(settings.state)
-    if role == "worker":
-        return work(settings)
-    lock = take_lock(settings, role)
-    if lock is None:
-        return 6
-    keep_config(settings)
-    status = keep(settings, role)
-    lock.close()
-    return status
+    with open_private(settings.state / "lock", "a+") as lock:
+        if not take(lock, settings):
+            return 6
+        keep_config(settings)
+        return watch(settings)
+
+
+def on_signal(*_):
+    raise ToldToStop
 
 
 def make_private(folder):
@@ -139,184 +115,88 @@ def reserve_warning(settings, by_zone):
             "reserved for its end: no VM would be created")
 
 
-def take_lock(settings, role):
-    """Returns the open file that makes this the only keeper of this VM, or None. A guard makes room for a watch.sh."""
-    lock = open_private(settings.state / "lock", "a+")
-    deadline = time.monotonic() + 30
-    while True:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except OSError:
-            lock.seek(0)
-            pid, _, other = lock.read().strip().partition(" ")
-            if role == "guard" or other != "guard" or time.monotonic() > deadline:
-                if role != "guard":
-                    print(f"error: {settings.name} is watched by process {pid}", file=sys.stderr)
-                return None
-            if is_ours(settings, pid, "guard"):
-                os.kill(int(pid), signal.SIGTERM)
-            time.sleep(0.5)
-    lock.truncate(0)
-    lock.write(f"{os.getpid()} {role}\n")
-    lock.flush()
-    return lock
-
-
-def make_actions(settings, wait=time.sleep):
-    journal = Journal(settings.state, settings.name, settings.webhook)
-    known = Known.load(settings.state / "known.json")
-    return Actions(settings, known, journal, Calls(settings, wait))
-
-
-# ----------------------------------------------------------------------
-# The keeper
-
-
-def keep(settings, role):
-    """Watches the budget, with a worker or, as guard, without one. Returns the exit status."""
-    actions = make_actions(settings)
-    journal = actions.journal
-    ended = Ended.load(settings.state / "ended")
-    if ended and ended.flags == list(settings.flags) and not settings.again:
-        print(f"the run {settings.run} {ended}", flush=True)
-        return ended.status
-    if "WATCH_PRICES" not in os.environ:
-        by_zone = hourly_prices(settings, lambda line: print(line, flush=True))
-        if by_zone is None and settings.max_usd is not None:
-            print(f"error: the price of {settings.type} is not known: give --usd_per_hour", file=sys.stderr)
-            return 2
-        os.environ["WATCH_PRICES"] = json.dumps(by_zone or {})
-    if warning := reserve_warning(settings, json.loads(os.environ["WATCH_PRICES"])):
-        if role == "watch" and not actions.known.exists and not actions.known.creating:
-            print(f"error: {warning}", file=sys.stderr)
-            return 2
-        print(f"warning: {warning}", flush=True)
-    usd_at, usd_text = prices(settings)
-    books = Books(settings.state / "spent", settings.max_usd, settings.max_hours)
-    keeper = Keeper(settings, actions, books, usd_at, lambda: start_worker(settings) if role == "watch" else None)
+def take(lock, settings):
+    """Makes this the only watch of this VM. Returns whether that worked."""
     try:
-        if role == "guard":
-            journal.note("watch.sh was killed; the budget is still watched, but nothing else is done: "
-                         "start watch.sh again to go on")
-        else:
-            end_lost_worker(settings)
-            if not settings.mirror:
-                print("warning: without --checkpoint_mirror a preemption loses every checkpoint", flush=True)
-            journal.note(f"{describe(settings, usd_text)}; spent so far: {books}")
-        (settings.state / "ended").unlink(missing_ok=True)
-        status = keeper.run()
-    except ToldToStop:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        keeper.end_worker()
-        keeper.count()
-        if role == "watch":
-            leave_alone(keeper, usd_text, "told to stop")
-        status = 143
-    except Exception as error:
-        keeper.end_worker()
-        leave_alone(keeper, usd_text, f"watch.sh failed: {error!r}")
-        traceback.print_exc()
-        status = 70
-    else:
-        journal.note(f"watch.sh ends; spent: {books}")
-        if status in (0, 1):
-            at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-            Ended(status, list(settings.flags), at).save(settings.state / "ended")
-        if status == 0:
-            (settings.state / "spent").unlink(missing_ok=True)  # the next run has a budget of its own
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        lock.seek(0)
+        print(f"error: {settings.name} is watched by process {lock.read().strip()}", file=sys.stderr)
+        return False
+    lock.truncate(0)
+    lock.write(f"{os.getpid()}\n")
+    lock.flush()
+    return True
+
+
+def watch(settings):
+    """Runs the loop and returns the exit status."""
+    if (settings.state / "spent").exists():
+        raise BadInput(f"{settings.state} is of an earlier version of watch.sh: end that watch, or delete.sh "
+                       f"{settings.name}, and remove this folder")
+    state = State.load(settings.state / "state.json", steady_time())
+    if state.ended and state.flags == list(settings.flags) and not settings.again:
+        print(f"the run {settings.run} {state.ended}: --again starts it again", flush=True)
+        return state.status
+    prices = hourly_prices(settings, lambda line: print(line, flush=True))
+    if prices is None and settings.max_usd is not None:
+        raise BadInput(f"the price of {settings.type} is not known: give --usd_per_hour")
+    if warning := reserve_warning(settings, prices or {}):
+        if not state.vm.exists and not state.creating:
+            raise BadInput(warning)
+        print(f"warning: {warning}", flush=True)
+    if not settings.mirror:
+        print("warning: without --checkpoint_mirror a preemption loses every checkpoint", flush=True)
+    state.flags, state.ended = list(settings.flags), ""
+    journal = Journal(settings.state, settings.name, settings.webhook)
+    loop = Loop(settings, state, journal, prices or {}, None)
+    loop.call = Calls(settings, loop.wait, loop.record)
+    journal.note(f"watching {settings.name}: {settings.type} in {','.join(settings.zones)}, {loop.usd_text()}, at most "
+                 f"{budget_text(settings)}; spent so far: {state.spent}")
+    status = run(loop)
+    if status in (0, 1):
+        at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        state.ended, state.status = f"{'was given up' if status else 'finished'} at {at}", status
+    if status == 0:
+        state.spent_usd = state.elapsed_s = 0  # the next run has a budget of its own
+    loop.save()
     journal.close()
     return status
 
 
-def describe(settings, usd_text):
-    """Returns in words what is watched, and its budget."""
-    most = []
-    if settings.max_usd is not None:
-        most.append(f"{settings.max_usd:g} USD")
-    if settings.max_hours is not None:
-        most.append(f"{settings.max_hours:g} hours")
-    return (f"watching {settings.name}: {settings.type} in {','.join(settings.zones)}, {usd_text()} USD an hour, at "
-            f"most {' and '.join(most)}")
-
-
-def prices(settings):
-    """Returns usd_at(zone), the VM's price there or the dearest, and usd_text(zone), the same for people."""
-    by_zone = json.loads(os.environ.get("WATCH_PRICES", "{}"))
-    dearest = max(by_zone.values(), default=0)
-
-    def usd_at(zone=""):
-        return by_zone.get(zone, dearest)
-
-    def usd_text(zone=""):
-        return f"{usd_at(zone):.2f}" if by_zone else "?"
-
-    return usd_at, usd_text
-
-
-def leave_alone(keeper, usd_text, why):
-    known, name = keeper.known, keeper.settings.name
-    state = "being created" if known.creating else known.state
-    keeper.note(f"{why}. {name} ({state}) is left as it is, at {usd_text(known.zone)} USD an hour: "
-                "watch.sh resumes the watch, delete.sh deletes it")
-
-
-def start_worker(settings):
-    """Starts the worker. When this process ends, the worker sees the end of the pipe."""
-    reader, writer = os.pipe()
-    os.set_inheritable(reader, True)
-    worker = subprocess.Popen([sys.executable, __file__, "worker", settings.name, str(reader), "--", *settings.flags],
-                              pass_fds=[reader], stdin=subprocess.DEVNULL, start_new_session=True)
-    os.close(reader)
-    worker.keeps = writer  # open as long as this process lives
-    return worker
-
-
-def end_lost_worker(settings):
-    """Ends a worker that outlived its keeper because it hangs."""
+def run(loop):
+    """Returns the exit status of the loop."""
     try:
-        pid = (settings.state / "worker").read_text().strip()
-    except OSError:
-        return
-    if is_ours(settings, pid, "worker"):
-        end_group(int(pid))
-
-
-def is_ours(settings, pid, role):
-    """Returns whether this process is a watch.py of this VM: the number may belong to another program by now."""
-    return any(words[0] == pid and f"watch.py {role} {settings.name} " in words[-1] for words in processes(["pid"]))
-
-
-# ----------------------------------------------------------------------
-# The worker
-
-
-def work(settings):
-    """Runs the worker and returns its exit status, or becomes the guard when the keeper is gone."""
-    pipe = int(sys.argv[3])
-    replace_file(settings.state / "worker", f"{os.getpid()}\n")
-
-    def wait(seconds):
-        if select.select([pipe], [], [], seconds)[0]:
-            raise KeeperGone
-
-    actions = make_actions(settings, wait)
-    usd_at, usd_text = prices(settings)
-
-    def left_s():
-        books = Books(settings.state / "spent", settings.max_usd, settings.max_hours)
-        return books.left_s(usd_at(actions.known.zone))
-
-    try:
-        return ENDED + Worker(settings, actions, wait, lambda: usd_text(actions.known.zone), left_s).run()
+        status = loop.run()
+        loop.count()
+        loop.note(f"watch.sh ends; spent: {loop.state.spent}")
     except ToldToStop:
-        return 143
-    except KeeperGone:
-        os.close(pipe)
-        os.execv(sys.executable, [sys.executable, __file__, "guard", settings.name, "--", *settings.flags])
-    finally:
-        actions.journal.close()
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        loop.end_orphan()
+        loop.count()
+        leave_alone(loop, "told to stop")
+        status = 143
+    except Exception as error:
+        traceback.print_exc()
+        leave_alone(loop, f"watch.sh failed: {error!r}")
+        status = 70
+    return status
+
+
+def budget_text(settings):
+    most = [f"{settings.max_usd:g} USD"] if settings.max_usd is not None else []
+    most += [f"{settings.max_hours:g} hours"] if settings.max_hours is not None else []
+    return " and ".join(most)
+
+
+def leave_alone(loop, why):
+    vm, name = loop.state.vm, loop.settings.name
+    state = "being created" if loop.state.creating else vm.state
+    limit = "it deletes itself before the budget is spent" if vm.deletes_itself else \
+        "whether it may delete itself is not known"
+    loop.note(f"{why}. {name} ({state}) is left as it is, at {loop.usd_text()}: watch.sh resumes the watch, delete.sh "
+              f"deletes it{f'; {limit}' if vm.exists else ''}")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,4 @@
 """Runs the other scripts of deploy/, each in a process group of its own and limited in time."""
-import json
 import os
 import signal
 import subprocess
@@ -9,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from deploy.lib.state import open_private, replace_file
+from deploy.lib.state import open_private
 
 DEPLOY = Path(__file__).resolve().parents[1]
 TIMED_OUT, NOT_STARTED = 124, 126  # the statuses of a call that ran past its limit, and of one that did not run
@@ -33,11 +32,11 @@ class Result(NamedTuple):
 
 
 class Calls:
-    """`call("push", 900)` runs deploy/push.sh. It waits by calling wait(seconds), which may raise."""
+    """`call("push", 900)` runs deploy/push.sh. It waits by calling wait(seconds), which may raise. record(name, group)
+    is told which script runs as which process group, for whoever comes after a kill -9."""
 
-    def __init__(self, settings, wait=time.sleep):
-        self.settings, self.wait = settings, wait
-        self.record = settings.state / "call.json"  # the group that runs, for whoever comes after a kill -9
+    def __init__(self, settings, wait=time.sleep, record=lambda name, group: None):
+        self.settings, self.wait, self.record = settings, wait, record
 
     def __call__(self, verb, limit_s, *flags):
         """Runs it with the settings of the watch and returns its Result. Its output goes to VERB.log, too."""
@@ -54,7 +53,7 @@ class Calls:
                 stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
         except OSError as error:
             return Result(NOT_STARTED, f"{path.name} could not be started: {error}")
-        replace_file(self.record, json.dumps({"group": process.pid, "verb": path.stem}))
+        self.record(path.name, process.pid)
         deadline = time.monotonic() + limit_s
         try:
             while process.poll() is None and time.monotonic() < deadline \
@@ -63,7 +62,7 @@ class Calls:
         finally:
             if timed_out := process.poll() is None:
                 end_group(process.pid, process)
-            self.record.unlink(missing_ok=True)
+            self.record("", 0)
         output.seek(0)
         content = output.read(2 * MOST_BYTES)
         output.close()
@@ -102,27 +101,13 @@ def end_group(group, process=None, patience_s=5):
         process.wait()
 
 
-def processes(columns):
-    """Returns the lines of ps about all processes, each split into `columns` words and the command line."""
-    flags = []
-    for column in (*columns, "command"):
-        flags += ["-o", f"{column}="]
-    text = subprocess.run(["ps", "-A", "-ww", *flags], capture_output=True, text=True, timeout=30).stdout
-    lines = [line.split(None, len(columns)) for line in text.splitlines()]
-    return [words for words in lines if len(words) > len(columns)]
-
-
-def end_orphan(settings):
-    """Ends the script that a watch.sh which was killed left running. Returns its name, or None if there was none."""
-    record = settings.state / "call.json"
-    try:
-        call = json.loads(record.read_text())
-        group, verb = int(call["group"]), call["verb"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    # After a reboot the number may belong to another program, so its command line must name the VM.
-    ours = any(words[0] == str(group) and settings.name in words[-1] for words in processes(["pgid"]))
-    if ours:
-        end_group(group)
-    record.unlink(missing_ok=True)
-    return verb if ours else None
+def end_orphan(settings, group):
+    """Ends the process group of a script that a watch.sh which was killed left running. Returns whether there is one.
+    After a reboot the number may belong to another program, so its command line must name the VM."""
+    lines = subprocess.run(["ps", "-A", "-ww", "-o", "pgid=", "-o", "command="], capture_output=True, text=True,
+                           timeout=30).stdout.splitlines()
+    words = [line.split(None, 1) for line in lines]
+    if not any(each[0] == str(group) and settings.name in each[-1] for each in words if each):
+        return False
+    end_group(group)
+    return True

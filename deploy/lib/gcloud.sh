@@ -6,39 +6,13 @@ calc() { awk "BEGIN { printf \"%.2f\", $1 }"; }
 
 # facts TYPE [ZONES] sets CHIPS, HOSTS, VERSION (of the runtime), USD (per hour) and USD_NOTE. USD is --usd_per_hour, or
 # that of the dearest of these zones (default: $ZONES) in nanochat/device/prices.csv; it is empty if no price of the
-# type is known. A zone that the table lacks counts at the dearest price of the type, and USD_NOTE says so.
+# type is known. A zone that the table lacks counts at the dearest price of the type, and USD_NOTE says so. It returns
+# 2, after a line that says why, if there is no such type.
 facts() {
-  local row zones=${2:-$ZONES}
-  CHIPS=${1##*-} VERSION="" USD_NOTE=""
-  case $1 in
-    *-*[!0-9]* | *-) die 2 "unknown TPU type $1: v5litepod-N, v6e-N, v5p-N or v4-N" ;;
-    v5litepod-*) VERSION=v2-alpha-tpuv5-lite ;;
-    v6e-*) VERSION=v2-alpha-tpuv6e ;;
-    v5p-*) VERSION=v2-alpha-tpuv5 CHIPS=$((CHIPS / 2)) ;;  # v4 and v5p names count TensorCores, two per chip
-    v4-*) VERSION=tpu-ubuntu2204-base CHIPS=$((CHIPS / 2)) ;;
-    *) die 2 "unknown TPU type $1: v5litepod-N, v6e-N, v5p-N or v4-N" ;;
-  esac
-  HOSTS=1
-  case $1 in
-    v4-* | v5p-*) [ "$CHIPS" -le 4 ] || HOSTS=$((CHIPS / 4)) ;;
-    *) [ "$CHIPS" -le 8 ] || HOSTS=$((CHIPS / 4)) ;;
-  esac
-  USD=$USD_PER_HOUR
-  [ -z "$USD" ] || return 0
-  row=$(awk -F, -v type="${1%-*}" -v kind="$([ -n "$ON_DEMAND" ] && echo on_demand || echo spot)" -v zones="$zones" '
-    $1 == type && $3 == kind { price[$2] = $4 + 0; if ($4 + 0 > dearest) dearest = $4 + 0 }
-    END {
-      n = split(zones, zone, ",")
-      for (i = 1; i <= n; i++) {
-        region = zone[i]; sub(/-[^-]*$/, "", region)
-        if (!(region in price)) { unknown = unknown " " zone[i]; usd = dearest }
-        else if (price[region] > usd) usd = price[region]
-      }
-      if (dearest) print (n ? usd : dearest) unknown
-    }' "$ROOT/nanochat/device/prices.csv")
-  [ -n "$row" ] || return 0
-  USD=$(calc "$CHIPS * ${row%% *}")
-  case $row in *" "*) USD_NOTE="the price in ${row#* } is not known: the dearest of the type counts" ;; esac
+  local printed
+  CHIPS="" HOSTS="" VERSION="" USD=$USD_PER_HOUR USD_NOTE=""
+  printed=$(cd "$ROOT" && "$PYTHON" -m deploy.lib.catalogue "$1" "${2:-$ZONES}" "$ON_DEMAND" "$USD_PER_HOUR") || return 2
+  eval "$printed"  # each value in quotation marks
 }
 
 # gcloud_tpu ZONE VERB ARGS runs gcloud. gcloud asks five times when there is no answer, so a dead network costs two
@@ -176,8 +150,7 @@ facts_of_vm() {
   local ON_DEMAND="" USD_PER_HOUR=$USD_PER_HOUR
   [ "$2" = True ] || ON_DEMAND=1
   given USD_PER_HOUR || [ "$1" = "$TYPE" ] || USD_PER_HOUR=""
-  USD=$USD_PER_HOUR
-  ! (facts "$1" "$3") 2>/dev/null || facts "$1" "$3"
+  facts "$1" "$3" 2>/dev/null || true
 }
 
 # cannot_tell NAME exits because lookup has found out nothing.

@@ -4,13 +4,14 @@
 #   deploy/lib/look.sh NAME --what=vm      the VM, as gcloud describes it
 #
 #   --what vm|run|rate         the VM; its newest run; or nothing, while --bytes random bytes are copied here
+#   --what limit               "yes" if the VM may delete itself at its own limit, which is set to --max_hours, or why not
 #   --what end                 the Unix time at which the VM was deleted in --zones, as gcloud's operations know
 #   --what mirror              the newest whole checkpoint in the folder --bucket of a run's mirror
-#   --vm_ips A,B --vm_id ID    for run and rate: the addresses and the id that --what=vm printed
+#   --vm_ips A,B --vm_id ID    for run, limit and rate: the addresses and the id that --what=vm printed
 #   --bytes N                  how many bytes rate copies
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh" || exit
-WHAT="" VM_ID="" VM_IPS="" BYTES=20000000
-parse "WHAT VM_ID VM_IPS BYTES" "$@"
+WHAT="" VM_ID="" VM_IPS="" BYTES=20000000 MAX_HOURS="" MARGIN_S=600
+parse "WHAT VM_ID VM_IPS BYTES MAX_HOURS MARGIN_S" "$@"
 NAME=${ARGS[0]:-$NAME}
 if [ "$WHAT" = vm ]; then
   lookup "$NAME"
@@ -20,6 +21,11 @@ if [ "$WHAT" = vm ]; then
 fi
 case $WHAT in
   end) settle "$NAME"; echo "deleted_at=$(deleted_at "$NAME" "$ZONES")"; exit 0 ;;
+  limit)
+    settle "$NAME"
+    limit_after "$MAX_HOURS" "projects/$PROJECT/locations/$ZONES/nodes/$NAME"
+    ask_limit "${limit[@]}"
+    exit 0 ;;
   mirror) settle "$NAME"; echo "mirrored=$(newest_in "$BUCKET")"; exit 0 ;;
 esac
 WORKER=0
@@ -28,5 +34,5 @@ aim
 case $WHAT in
   run) READ=(fields); vm 0 probe ;;
   rate) READ=(raw); vm 0 'head -c "$1" /dev/urandom' "$BYTES" | wc -c ;;
-  *) die 2 "--what=$WHAT is not vm, run, rate, end or mirror" ;;
+  *) die 2 "--what=$WHAT is not vm, run, limit, rate, end or mirror" ;;
 esac

@@ -1,10 +1,9 @@
-"""What watch.sh keeps in its state folder: the journal, the money that was spent, and what is known about the VM."""
+"""What watch.sh keeps in its state folder: the journal, and one file with all that it knows, has spent and tries."""
 import json
 import os
 import threading
 import time
-from dataclasses import asdict, dataclass, fields
-from pathlib import Path
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 
 from deploy.lib.from_vm import LARGEST, printable
 from nanochat.record.alerts import post
@@ -85,35 +84,10 @@ class Journal:
             thread.join(10)
 
 
-@dataclass(frozen=True)
-class Ended:
-    """How the watch of a run has ended for good: the next watch.sh with the same flags, at a boot for example, must not
-    start it again."""
-    status: int  # of watch.sh: 0 finished, 1 given up
-    flags: list  # the run's
-    at: str
-
-    @classmethod
-    def load(cls, path):
-        """Returns the Ended that `save` has written, or None."""
-        try:
-            return cls(**json.loads(path.read_text()))
-        except (OSError, ValueError, TypeError):
-            return None
-
-    def save(self, path):
-        return replace_file(path, json.dumps(asdict(self)) + "\n")
-
-    def __str__(self):
-        how = "finished" if self.status == 0 else "was given up"
-        return f"{how} at {self.at}: --again starts it again"
-
-
 @dataclass
-class Known:
-    """What is known about the VM. The file lets the keeper of the budget, and the next watch.sh, know it as well."""
+class Vm:
+    """What was seen of one VM."""
     state: str = "absent"  # as the API last reported it
-    creating: bool = False  # a creation has begun, and it is not known whether it made a VM
     zone: str = ""
     id: str = ""
     ips: str = ""
@@ -125,103 +99,119 @@ class Known:
     fetched: str = ""  # the newest one that was fetched to this machine
     bytes_per_s: float = 0  # from the VM to this machine, as measured; 0: not yet
     seen_at: float = 0  # the time of the last sign of life
-    gone_at: float = 0  # the time at which a VM that is absent now was deleted; 0: not known
-
-    @classmethod
-    def load(cls, path):
-        """Returns what `save` has written. A value that cannot be used is as one that is missing."""
-        try:
-            values = dict(json.loads(path.read_text()))
-        except (OSError, ValueError, TypeError, RecursionError):
-            values = {}
-        return cls(**{field.name: values[field.name] for field in fields(cls)
-                      if field.name in values and is_usable(values[field.name], field.default)})
-
-    def save(self, path):
-        return replace_file(path, json.dumps(asdict(self)) + "\n")
+    has_limit: bool = False  # whether this start of watch.sh has set the VM's own limit
+    deletes_itself: bool = False  # at that limit: it has said that it may
 
     @property
     def exists(self):
         return self.state != "absent"
 
-    def forget_vm(self):
-        """Forgets what belongs to one VM: the next one has another disk."""
-        for field in fields(self):
-            if field.name != "creating":
-                setattr(self, field.name, field.default)
+    @property
+    def is_home(self):
+        """Whether the newest checkpoint was fetched to this machine."""
+        return self.fetched == self.checkpoint != ""
+
+    @property
+    def is_at_risk(self):
+        """Whether the newest whole checkpoint is, as far as anybody knows, on the VM's disk alone."""
+        return bool(self.checkpoint) and self.checkpoint != self.mirrored and not self.is_home
 
     def transfer_s(self):
         """Returns the seconds that copying the newest checkpoint to this machine takes, with a quarter to spare."""
         return 1.25 * self.checkpoint_bytes / (self.bytes_per_s or RATE_UNTIL_MEASURED)
 
 
-def is_usable(value, default):
-    """Returns whether a value that was read may take the place of this default: of its type, and a number in bounds."""
-    if isinstance(default, str | bool):
-        return type(value) is type(default)
-    return type(value) in (int, float) and 0 <= value < LARGEST
+@dataclass
+class Tries:
+    """What was tried in vain since watch.sh was started."""
+    troubles: int = 0  # failed checks in a row
+    futile: int = 0  # VMs in a row that could not train
+    pending: int = 0  # checks in a row at which the VM was neither ready nor gone
+    crashes: int = 0  # ends of the run at the same step
+    furthest: int = -1  # the furthest step at which it ended
+    misses: int = 0  # rounds without capacity
+    hold: int = 0  # checks until the next round
+    refusals: int = 0  # times in a row that gcloud could not say for a reason that no waiting mends
+    settling: int = 0  # how many more times gcloud must say that there is no VM before another is created
 
 
-def usable_number(text, default=0.0):
-    """Returns the number that a text is, or the default if it is none or out of bounds."""
-    try:
-        return float(text) if 0 <= float(text) < LARGEST else default
-    except ValueError:
-        return default
+@dataclass
+class State:
+    """All that one start of watch.sh leaves to the next."""
+    flags: list = field(default_factory=list)  # the run's
+    ended: str = ""  # how and when its watch has ended for good, or "": a boot, for example, must not start it again
+    status: int = 0  # of watch.sh, then
+    creating: bool = False  # a creation has begun, and it is not known whether it made a VM
+    vm: Vm = field(default_factory=Vm)
+    tries: Tries = field(default_factory=Tries)
+    script: str = ""  # the one that runs, and its process group
+    group: int = 0
+    counted_at: float = 0  # until then everything is counted
+    existed: bool = False  # whether there was a VM then
+    elapsed_s: float = 0
+    spent_usd: float = 0
+    pending_usd: float = 0  # what a creation cost if it made a VM
 
-
-class Books:
-    """The spending of one run, over all starts of watch.sh, and the budget."""
-
-    def __init__(self, path, max_usd=None, max_hours=None):
-        self.path, self.max_usd, self.max_hours = path, max_usd, max_hours
-        self.counted_at, self.elapsed_s, self.was = steady_time(), 0.0, "absent"
-        self.spent_usd = self.pending_usd = self.usd_per_hour = 0.0  # the last: of the VM that was counted last
+    @classmethod
+    def load(cls, path, now):
+        """Returns what `save` has written. A value that cannot be used is as one that is missing. What no VM cost while
+        no watch.sh ran is not counted."""
         try:
-            words = [*Path(path).read_text().split(), *6 * [""]][:6]
-        except (OSError, ValueError):
-            return
-        self.elapsed_s, self.spent_usd, self.pending_usd, self.usd_per_hour = (
-            usable_number(words[i]) for i in (1, 2, 4, 5))
-        self.was = words[3] or "absent"
-        # A VM that existed when the last watch.sh ended may have cost money since, although nobody counted.
-        if self.was != "absent":
-            self.counted_at = usable_number(words[0], self.counted_at)
+            state = _read(cls, dict(json.loads(path.read_text())))
+        except (OSError, ValueError, TypeError, RecursionError):
+            state = cls()
+        if not state.counted_at or not (state.existed or state.creating or state.vm.exists):
+            state.counted_at = now
+        return state
 
-    def count(self, known, usd_per_hour, now):
-        """Adds the time since the last count, and the VM's price for it if it existed at either end. A VM that is gone
-        by now costs what it cost until it was deleted, where that is known. Whether a creation made a VM is known
-        afterwards: until then its price is pending. Returns whether the file could be written."""
+    def save(self, path):
+        """Returns whether the file could be written."""
+        return replace_file(path, json.dumps(asdict(self)) + "\n")
+
+    def count(self, usd_per_hour, now):
+        """Adds the time since the last count, and the VM's price for it if it existed at either end. Whether a creation
+        made a VM is known afterwards: until then its price is pending."""
         seconds = max(0, now - self.counted_at)  # if the clock was set back, the spending stays
         usd = usd_per_hour * seconds / 3600
-        if known.exists:
+        if self.vm.exists or self.existed:
             self.spent_usd += self.pending_usd + usd
-            self.pending_usd, self.usd_per_hour = 0, usd_per_hour
-            self.was = known.state
+            self.pending_usd = 0
         else:
-            if self.was not in ("absent", "creating"):
-                lasted_s = min(seconds, known.gone_at - self.counted_at) if known.gone_at else seconds
-                self.spent_usd = max(0, self.spent_usd + (self.usd_per_hour or usd_per_hour) * lasted_s / 3600)
-                usd = 0
-            self.pending_usd = self.pending_usd + usd if known.creating else 0
-            self.was = "creating" if known.creating else "absent"
+            self.pending_usd = self.pending_usd + usd if self.creating else 0
         self.elapsed_s += seconds
-        self.counted_at = now
-        return replace_file(Path(self.path), f"{now:.0f} {self.elapsed_s:.1f} {self.spent_usd:.6f} {self.was} "
-                                             f"{self.pending_usd:.6f} {self.usd_per_hour:.6f}\n")
+        self.counted_at, self.existed = now, self.vm.exists
 
-    def left_s(self, usd_per_hour):
+    def left_s(self, settings, usd_per_hour):
         """Returns for how many seconds the budget lasts if a VM of this price exists."""
         left = [float("inf")]
-        if self.max_hours is not None:
-            left.append(3600 * self.max_hours - self.elapsed_s)
-        if self.max_usd is not None:
-            usd = self.max_usd - self.spent_usd - self.pending_usd
+        if settings.max_hours is not None:
+            left.append(3600 * settings.max_hours - self.elapsed_s)
+        if settings.max_usd is not None:
+            usd = settings.max_usd - self.spent_usd - self.pending_usd
             if usd_per_hour > 0:
                 left.append(3600 * usd / usd_per_hour)
             elif usd <= 0 < self.spent_usd:
                 left.append(0)
         return min(left)
 
-    def __str__(self):
+    @property
+    def spent(self):
         return f"{self.spent_usd:.2f} USD and {self.elapsed_s / 3600:.2f} hours"
+
+
+def _read(cls, values):
+    result = cls()
+    for each in fields(cls):
+        value, default = values.get(each.name), getattr(result, each.name)
+        if is_dataclass(default):
+            setattr(result, each.name, _read(type(default), value if isinstance(value, dict) else {}))
+        elif _is_usable(value, default):
+            setattr(result, each.name, value)
+    return result
+
+
+def _is_usable(value, default):
+    """Returns whether a value that was read may take the place of this default: of its type, and a number in bounds."""
+    if isinstance(default, str | bool | list):
+        return type(value) is type(default)
+    return type(value) in (int, float) and 0 <= value < LARGEST

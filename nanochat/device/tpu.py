@@ -1,7 +1,7 @@
 """Tables of accelerators: peak FLOP/s, memory, prices, and the meaning of accelerator strings such as "v5litepod-8".
 
 Nothing here asks a runtime or the network. The prices are in prices.csv, by type of TPU, region, and spot or on demand;
-deploy/lib/gcloud.sh reads the same table. Prices change: scripts that print a cost have a flag that overrides it.
+deploy/lib/catalogue.py reads them, too. Prices change: scripts that print a cost have a flag that overrides it.
 """
 import csv
 import glob

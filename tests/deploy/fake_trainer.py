@@ -1,8 +1,7 @@
 """Takes the place of a VM's venv/bin/python: the scripts see a base_train that does not train.
 
 It also prints the number of chips for setup.sh. Its own flags are --step_s, --crash_at=STEP (every time),
---hang_at=STEP (once), --bad_input and --checkpoint_bytes. A file `refuses` in the mirror's folder lets copies fail; a
-file `away` lets the start end with status 75.
+--hang_at=STEP (once), --bad_input and --checkpoint_bytes. A file `refuses` in the mirror's folder lets copies fail.
 """
 import json
 import os
@@ -33,9 +32,6 @@ def train(flags):
     if mirror and not newest(run_dir) and newest(mirror):
         shutil.copytree(newest(mirror), run_dir / newest(mirror).name)
         shutil.copy(mirror / "metrics.jsonl", run_dir / "metrics.jsonl")
-    if mirror and (mirror / "away").exists():
-        print(f"error: {mirror} cannot be reached", flush=True)
-        return 75
     first = int(newest(run_dir).name[5:]) if newest(run_dir) else 0
     stop = []
     state = {"mirror": str(mirror), "newest_saved": None, "newest_copied": None, "behind_since": None, "error": None}

@@ -1,9 +1,8 @@
 """A VM, a run and a clock that are made up, for the rules of watch.sh: a test runs days of them in a moment."""
-from deploy.lib.actions import Actions
 from deploy.lib.calls import TIMED_OUT, Result
+from deploy.lib.loop import Loop
 from deploy.lib.settings import Settings
-from deploy.lib.state import Journal, Known
-from deploy.lib.worker import Worker
+from deploy.lib.state import Journal, State, Vm
 
 READY = {"state": "READY", "health": "HEALTHY", "zone": "us-west4-a", "id": "1", "created": "2026", "type": "v6e-4",
          "ips": "192.0.2.1", "spot": "True"}
@@ -12,11 +11,12 @@ RUNNING = {"state": "running", "run": "d16", "steps": "00100/00500", "log_age_s"
 
 
 class World:
-    """Answers the calls of a worker and a keeper. A test changes `vm`, `run` and `fails`; `done` are the calls."""
+    """Answers the calls of a Loop. A test changes `vm`, `run` and `fails`; `done` are the calls."""
 
     def __init__(self, folder):
         self.now, self.done, self.fails = 1_000_000.0, [], {}
         self.vm, self.run, self.copies = dict(READY), dict(RUNNING), 0
+        self.price = 2.0  # an hour
         self.deleted_at = self.in_bucket = ""  # what gcloud's operations and the mirror's bucket know
         self.settings = Settings(
             name="nano", type="v6e-4", zones=("us-west4-a",), spot=True, flags=("--run=d16",), verb_flags=(),
@@ -25,7 +25,9 @@ class World:
             webhook="", price_api_key="", price_api="")
         self.settings.state.mkdir()
         self.journal = Journal(self.settings.state, "nano")
-        self.known = Known(state="READY", id="1", zone="us-west4-a", ips="192.0.2.1", run="d16", bytes_per_s=1e6)
+        known = Vm(state="READY", id="1", zone="us-west4-a", ips="192.0.2.1", run="d16", bytes_per_s=1e6,
+                   has_limit=True)
+        self.state = State(vm=known, counted_at=self.now, existed=True)
 
     def __call__(self, verb, limit_s, *flags):
         what = flags[0].removeprefix("--what=") if verb == "lib/look" else verb
@@ -56,7 +58,7 @@ class World:
         return "20000000\n"
 
     def answer_create(self, flags):
-        self.vm = dict(READY, id=str(int(self.known.id or 0) + 1))
+        self.vm = dict(READY, id=str(int(self.state.vm.id or 0) + 1))
         self.run = {"state": "none", "run": ""}
         return "nano is ready\n"
 
@@ -79,6 +81,9 @@ class World:
         self.vm = None
         return "nano is deleted\n"
 
+    def answer_limit(self, flags):
+        return "yes\n"
+
     def answer_end(self, flags):
         return f"deleted_at={self.deleted_at}\n"
 
@@ -90,18 +95,16 @@ class World:
     def pause(self, seconds):
         self.now += seconds
 
-    @property
-    def actions(self):
-        return Actions(self.settings, self.known, self.journal, self, now=lambda: self.now)
-
-    def worker(self):
-        return Worker(self.settings, self.actions, self.pause, lambda: "2.00", lambda: 3600.0)
+    def loop(self):
+        prices = {"us-west4-a": self.price}
+        return Loop(self.settings, self.state, self.journal, prices, self, self.pause, lambda: self.now)
 
     def text(self):
         return self.journal.path.read_text()
 
 
-def polls(worker, count):
+def polls(loop, count):
     for _ in range(count):
-        worker.poll()
-        worker.pause(60)
+        while loop.poll():
+            pass
+        loop.wait(60)

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from deploy.lib.state import Known
+from deploy.lib.state import State
 from tests.deploy.conftest import eventually
 from tests.deploy.test_watch import World
 from tests.warm import CHEAP_COMPILATION
@@ -53,7 +53,7 @@ def test_from_nothing_to_a_finished_run_over_a_preemption_and_a_stockout(world, 
     results = world.laptop.root / "results"
     watch = world.laptop.start("watch.sh", "nano", f"--state={world.state}", f"--to={results}", "--max_usd=50",
                                 "--", *flags)
-    eventually(lambda: Known.load(world.state / "known.json").mirrored, 300)
+    eventually(lambda: State.load(world.state / "state.json", 0).vm.mirrored, 300)
     status = world.laptop.run("status.sh", "nano")
     assert "d1 running" in status and "of 24   loss " in status and "tokens/s" in status and "min left" in status
     world.cloud.faults["us-a"] = ["stockout"]

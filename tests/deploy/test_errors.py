@@ -10,7 +10,6 @@ from tests.deploy.conftest import ROOT
 MISSPELT = (403, "PERMISSION_DENIED", "Permission denied on 'locations/us-wst4-a' (or it may not exist).")
 DISABLED = (403, "PERMISSION_DENIED", "Cloud TPU API has not been used in project p before or it is disabled. Enable "
             "it by visiting https://console.example/tpu?project=p then retry; see Quota and `gcloud auth login`.")
-UNAVAILABLE = (503, "UNAVAILABLE", "The service is currently unavailable.")  # gcloud repeats the request for 30 s
 ABORTED = (409, "ABORTED", "The request was in conflict with another; try again.")
 EXPIRED = (401, "UNAUTHENTICATED", "Request had invalid authentication credentials.")
 TOO_MANY = (429, "RESOURCE_EXHAUSTED", "Quota exceeded for quota metric 'Read requests' and limit 'per minute'.")
@@ -24,7 +23,6 @@ def why(laptop, *arguments):
 
 @pytest.mark.parametrize("answer, reason", [
     (MISSPELT, "permanent"), (DISABLED, "permanent"), (ABORTED, "other"), (EXPIRED, "auth"), (TOO_MANY, "other"),
-    pytest.param(UNAVAILABLE, "other", marks=pytest.mark.slow),
     ((400, "INVALID_ARGUMENT", "The runtime version is not known."), "permanent"),
     ((404, "NOT_FOUND", "Resource 'projects/p/locations/us-a/nodes/nano' was not found"), "not_found"),
     ((404, "NOT_FOUND", "The location projects/p/locations/us-a does not exist"), "permanent"),

@@ -9,7 +9,7 @@ import pytest
 
 from deploy.lib.calls import TIMED_OUT, Calls, Result
 from deploy.lib.from_vm import LARGEST, Refused, printable, read_fields, receive
-from deploy.lib.state import Books, Journal, Known
+from deploy.lib.state import Journal, State, Vm
 from deploy.watch import make_private
 from tests.deploy.conftest import ROOT
 from tests.deploy.made_up import World, polls
@@ -127,9 +127,9 @@ def test_escapes_are_escapes_in_the_journal_too(tmp_path, capsys):
 def test_a_number_without_end_ends_no_watch(tmp_path, name):
     world = World(tmp_path)
     world.run |= {name: "9" * 400}
-    polls(world.worker(), 3)
-    assert world.known.checkpoint_bytes in (0, 1000)
-    assert world.actions.reserve_s() < 10_000 and "delete" not in world.done
+    polls(loop := world.loop(), 3)
+    assert world.state.vm.checkpoint_bytes in (0, 1000)
+    assert loop.reserve_s() < 10_000 and "delete" not in world.done
 
 
 def test_fields_out_of_bounds_are_as_missing_ones():
@@ -142,22 +142,14 @@ def test_fields_out_of_bounds_are_as_missing_ones():
 
 @pytest.mark.parametrize("value", [int("9" * 400), -1, LARGEST, "5", None, [], True, float("inf")])
 def test_a_state_that_cannot_be_used_is_as_one_that_is_missing(tmp_path, value):
-    path = tmp_path / "known.json"
-    path.write_text(json.dumps({"state": "READY", "checkpoint_bytes": value, "bytes_per_s": value, "run": 5}))
-    known = Known.load(path)
-    assert known == Known(state="READY") and known.transfer_s() == 0
-    path.write_text("[" * 100_000)
-    assert Known.load(path) == Known()
-
-
-@pytest.mark.parametrize("text, spent", [("1 nan 5 READY", 5), ("1 2 inf READY", 0), ("1 2 5", 5), ("\xff", 0),
-                                         (f"{'9' * 400} 2 5 READY", 5), ("", 0)])
-def test_books_that_cannot_be_read_end_no_watch(tmp_path, text, spent):
-    (tmp_path / "spent").write_text(text)
-    books = Books(tmp_path / "spent", 10, 10)
-    assert books.spent_usd == spent and 0 <= books.elapsed_s < 10 and books.counted_at < LARGEST
-    books.count(Known(), 2, books.counted_at + 1)
-    assert Books(tmp_path / "spent").spent_usd == pytest.approx(books.spent_usd, abs=1e-6)
+    path = tmp_path / "state.json"
+    vm = {"state": "READY", "checkpoint_bytes": value, "bytes_per_s": value, "run": 5}
+    path.write_text(json.dumps({"vm": vm, "spent_usd": value, "counted_at": value, "flags": 7, "tries": value}))
+    state = State.load(path, 9)
+    assert state == State(vm=Vm(state="READY"), counted_at=9) and state.vm.transfer_s() == 0
+    for text in ("[" * 100_000, "[1]", '{"vm": 5, "spent_usd": 1e999}', "\xff", ""):
+        path.write_text(text)
+        assert State.load(path, 9) == State(counted_at=9)
 
 
 def test_watch_fetches_the_run_that_it_started_and_not_the_one_that_the_vm_names(tmp_path):
@@ -165,10 +157,11 @@ def test_watch_fetches_the_run_that_it_started_and_not_the_one_that_the_vm_names
     world.run |= {"run": "mine", "checkpoint": "step_000200"}
     fetched = []
     world.fails["fetch"] = lambda flags: fetched.append(flags[0])
-    reason = world.actions.rescue(100)
+    loop = world.loop()
+    reason = loop.rescue(100)
     assert "mine" in reason and "fetch.sh" in reason and fetched == []
     world.run |= {"run": "d16"}
-    world.actions.rescue(100)
+    loop.rescue(100)
     assert fetched == ["d16"]
 
 
@@ -180,10 +173,9 @@ def test_the_state_folder_is_closed_for_others(tmp_path):
     make_private(folder)
     world_journal = Journal(folder, "nano")
     world_journal.note("text")
-    Known().save(folder / "known.json")
-    Books(folder / "spent").count(Known(), 1, 5)
+    State().save(folder / "state.json")
     assert folder.stat().st_mode & 0o777 == 0o700
-    assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o600} and len(list(folder.iterdir())) == 4
+    assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o600} and len(list(folder.iterdir())) == 3
 
 
 def test_an_agent_with_many_keys_does_not_hide_the_right_one(laptop, vm):

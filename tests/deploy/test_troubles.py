@@ -1,5 +1,4 @@
 """The scripts on laptops and VMs in trouble: full disks, greetings, other people's settings of ssh, odd names."""
-import json
 import os
 import shutil
 import signal
@@ -9,7 +8,7 @@ import time
 import pytest
 
 from deploy.lib.calls import Calls
-from deploy.lib.state import Books, Ended, Known, steady_time
+from deploy.lib.state import State, Vm, steady_time
 from tests.deploy.conftest import ROOT, eventually
 from tests.deploy.made_up import World
 
@@ -67,18 +66,18 @@ def test_an_answer_is_whole_though_the_log_has_no_room(tmp_path, monkeypatch):
     assert result.status == 0 and result.fields == {"state": "READY"}
 
 
-def test_setting_the_clock_spends_nothing(tmp_path, monkeypatch):
-    books, known = Books(tmp_path / "spent", max_usd=10), Known(state="READY")
+def test_setting_the_clock_spends_nothing(monkeypatch):
+    state = State(vm=Vm(state="READY"), counted_at=steady_time())
     monkeypatch.setattr(time, "time", lambda: 4e9)  # the year 2096
-    books.count(known, 1.0, steady_time())
-    assert books.spent_usd < 0.1
+    state.count(1.0, steady_time())
+    assert state.spent_usd < 0.1
 
 
 @pytest.mark.parametrize("status, word", [(0, "finished"), (1, "given up")])
 def test_a_run_that_has_ended_for_good_is_not_started_again_at_the_next_boot(laptop, status, word):
     state = laptop.root / "state"
     state.mkdir()
-    Ended(status, ["--run=a", "--depth=4"], "2026-11-26T12:00:00Z").save(state / "ended")
+    State(["--run=a", "--depth=4"], word, status).save(state / "state.json")
     output = laptop.run("watch.sh", "nano", "--project=p", "--zones=us-a", "--max_usd=1", f"--state={state}", "--",
                         "--run=a", "--depth=4", status=status)
     assert word in output and "--again" in output and "watching" not in output
@@ -193,14 +192,6 @@ def test_files_with_names_of_keys_never_travel_and_submodules_are_named(laptop, 
     pushed = {path.name for path in (vm.home / "nanochat/nanochat").iterdir()}
     assert pushed == {"tokens.py", "keyboard.py"}
     assert all(name in output for name in names) and "submodules): nanochat/lib" in output
-
-
-def test_the_state_of_an_ended_watch_is_read_back(tmp_path):
-    assert Ended.load(tmp_path / "ended") is None
-    Ended(1, ["--run=a"], "now").save(tmp_path / "ended")
-    assert Ended.load(tmp_path / "ended") == Ended(1, ["--run=a"], "now")
-    (tmp_path / "ended").write_text(json.dumps({"status": 1}))
-    assert Ended.load(tmp_path / "ended") is None
 
 
 def test_the_timer_of_the_vm_and_stop_run_send_one_signal_together(laptop, vm):

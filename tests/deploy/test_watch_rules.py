@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from deploy.lib.actions import MIRROR_BEHIND_S
-from deploy.lib.state import Known
-from deploy.lib.worker import End
+from deploy.lib.loop import End
+from deploy.lib.rules import MIRROR_BEHIND_S, Seen, decide
+from deploy.lib.state import State, Tries, Vm
 from tests.deploy.made_up import READY, World, polls
 
 
@@ -21,25 +21,25 @@ def test_the_vm_is_told_how_much_time_is_left_and_ends_the_run_itself(world):
     """As it must while this machine sleeps."""
     given = []
     world.fails["train"] = given.extend
-    world.worker().start()
-    assert "--max_hours=1.0000" in given[:given.index("--")]
+    world.loop().start()
+    assert "--max_hours=100.0000" in given[:given.index("--")]
 
 
 def test_a_run_that_goes_on_is_left_alone_whatever_gcloud_says_of_its_vm(world):
-    worker = world.worker()
+    loop = world.loop()
     for health in ("UNHEALTHY_TENSORFLOW", "UNHEALTHY_MAINTENANCE", ""):
         world.vm["health"] = health
-        polls(worker, 10)
+        polls(loop, 10)
     world.vm["health"] = "HEALTHY"
     world.fails["vm"] = 1
-    polls(worker, 100)
+    polls(loop, 100)
     assert set(world.done) == {"vm", "run"} and world.text().count("unhealthy") == 3
 
 
 def test_an_unhealthy_vm_whose_run_stands_still_is_stopped_and_fetched_before_it_is_deleted(world):
     world.vm["health"] = "UNHEALTHY_TENSORFLOW"
     world.run |= {"log_age_s": "5000"}
-    polls(world.worker(), 3)
+    polls(world.loop(), 3)
     assert [call for call in world.done if call not in ("vm", "run")] == ["stop_run", "fetch", "delete"]
     assert (world.settings.to / "d16/step_000111").is_dir()
 
@@ -50,9 +50,9 @@ def test_a_vm_is_not_deleted_while_the_newest_checkpoint_is_on_its_disk_alone(wo
     world.run |= {"state": "ended", "exit": status, "checkpoint": "step_000200"}
     attempts = []
     world.fails["fetch"] = lambda flags: None if len(attempts) == 4 else attempts.append(flags) or 1
-    worker = world.worker()
+    loop = world.loop()
     with pytest.raises(End) as end:
-        polls(worker, 10)
+        polls(loop, 10)
     assert end.value.status == (0 if status == "0" else 1)
     assert world.done.count("fetch") == 5 and "delete" not in world.done[:world.done.index("fetch") + 4]
     assert not any("--no_checkpoints" in flags for flags in attempts)
@@ -62,51 +62,51 @@ def test_a_vm_is_not_deleted_while_the_newest_checkpoint_is_on_its_disk_alone(wo
 def test_a_checkpoint_that_the_mirror_has_is_not_fetched(world):
     world.run |= {"state": "ended", "exit": "0"}
     with pytest.raises(End):
-        world.worker().poll()
+        world.loop().poll()
     assert not (world.settings.to / "d16").exists() and "step_000100, is in the mirror" in world.text()
 
 
 def test_a_silent_vm_is_kept_only_if_its_disk_alone_has_the_newest_checkpoint(world):
-    worker = world.worker()
+    loop = world.loop()
     world.run |= {"checkpoint": "step_000200"}
-    polls(worker, 1)
+    polls(loop, 1)
     world.fails["run"] = 255
-    polls(worker, 50)
+    polls(loop, 50)
     assert "delete" not in world.done and world.text().count("kept until the last of the budget") == 1
     del world.fails["run"]
     world.run |= {"mirrored": "step_000200"}
-    polls(worker, 1)
+    polls(loop, 1)
     world.fails["run"] = 255
-    polls(worker, 3)
+    polls(loop, 3)
     assert "delete" in world.done
 
 
 def test_what_a_preemption_loses_is_said(world):
-    worker = world.worker()
+    loop = world.loop()
     world.run |= {"checkpoint": "step_000200"}
-    polls(worker, 1)
+    polls(loop, 1)
     world.vm["state"] = "PREEMPTED"
-    polls(worker, 1)
+    polls(loop, 1)
     assert "step_000200 was on the VM's disk alone and is lost; the mirror has step_000100" in world.text()
 
 
 @pytest.mark.parametrize("error, end", [("", "(1 of 3)\n"), ("OSError: no disk", "(1 of 3): OSError: no disk\n")])
 def test_a_line_about_a_crash_ends_with_a_reason_or_with_nothing(world, error, end):
     world.run |= {"state": "killed", "error": error}
-    polls(world.worker(), 1)
+    polls(world.loop(), 1)
     assert f"the run killed at step 00100/00500 {end}" in world.text()
 
 
 @pytest.mark.parametrize("in_bucket, is_lost", [("step_000300", False), ("step_000100", True), ("", True), ("x", True)])
 def test_what_the_bucket_has_is_not_said_to_be_on_the_disk_alone(world, in_bucket, is_lost):
     world.settings = replace(world.settings, flags=("--run=d16", "--checkpoint_mirror", "gs://b/x"))
-    worker = world.worker()
+    loop = world.loop()
     world.run |= {"checkpoint": "step_000200"}
-    polls(worker, 1)
+    polls(loop, 1)
     world.vm["state"], world.in_bucket = "PREEMPTED", in_bucket
     world.fails["run"] = 255
-    assert bool(world.actions.rescue(100)) == is_lost
-    polls(worker, 1)
+    assert bool(loop.rescue(100)) == is_lost
+    polls(loop, 1)
     assert ("step_000200 was on the VM's disk alone and is lost" in world.text()) == is_lost
 
 
@@ -114,46 +114,55 @@ def test_what_the_bucket_has_is_not_said_to_be_on_the_disk_alone(world, in_bucke
                                     {"mirror_behind_s": str(MIRROR_BEHIND_S), "checkpoint": "step_000200"}])
 def test_a_mirror_that_falls_behind_is_reported_once_an_hour_until_it_has_caught_up(world, change, monkeypatch):
     monkeypatch.setattr("time.time", lambda: world.now)
-    worker = world.worker()
-    polls(worker, 2)
+    loop = world.loop()
+    polls(loop, 2)
     assert "the mirror is behind" not in world.text() if world.journal.path.exists() else True
     world.run |= change
-    polls(worker, 50)
+    polls(loop, 50)
     assert world.text().count("the mirror is behind: it has step_000100, the VM's disk alone has step_000200") == 1
-    polls(worker, 50)
+    polls(loop, 50)
     assert world.text().count("the mirror is behind") == 2
+
+
+def test_it_gives_up_after_three_vms_that_never_train(world):
+    world.run = {"state": "none", "run": ""}
+    world.fails["setup"] = 1
+    with pytest.raises(End) as end:
+        polls(world.loop(), 20)
+    assert end.value.status == 1 and world.done.count("create") == 2 and world.vm is None
+    assert "giving up: the run did not start on any of three VMs" in world.text()
 
 
 def test_a_bucket_that_is_away_when_the_run_starts_costs_no_vm(world):
     world.run = {"state": "none", "run": ""}
     world.fails["train"] = 75
-    worker = world.worker()
-    polls(worker, 10)
+    loop = world.loop()
+    polls(loop, 10)
     del world.fails["train"]
-    polls(worker, 2)
+    polls(loop, 2)
     assert "delete" not in world.done and "giving up" not in world.text() and "run started" in world.text()
 
 
 def test_a_vm_that_gcloud_overlooks_once_is_not_forgotten(world):
-    worker = world.worker()
-    polls(worker, 1)
+    loop = world.loop()
+    polls(loop, 1)
     vm, world.vm = world.vm, None
-    polls(worker, 1)
-    assert world.known.id == "1" and "create" not in world.done
+    polls(loop, 1)
+    assert world.state.vm.id == "1" and "create" not in world.done
     world.vm = vm
-    polls(worker, 1)
+    polls(loop, 1)
     world.vm = None
-    polls(worker, 2)
+    polls(loop, 2)
     assert world.done.count("create") == 1
 
 
 @pytest.mark.parametrize("state", ["absent", "unknown"])
 def test_an_error_that_no_waiting_mends_ends_the_watch_in_its_own_words(world, state):
-    world.known.forget_vm()
+    world.state.vm = Vm()
     world.vm = None if state == "absent" else {"state": "unknown", "error": "no zone us-wset4", "permanent": "1"}
     world.fails["create"] = 2
     with pytest.raises(End) as end:
-        polls(world.worker(), 5)
+        polls(world.loop(), 5)
     assert end.value.status == 1 and "delete" not in world.done
     assert ("create failed" if state == "absent" else "no zone us-wset4") in world.text()
 
@@ -162,50 +171,50 @@ def test_an_error_that_no_waiting_mends_ends_the_watch_in_its_own_words(world, s
 def test_a_script_that_gcloud_refused_an_answer_does_not_end_the_watch_and_a_wrong_flag_does(world, verb):
     world.run = {"state": "none", "run": ""}
     world.fails |= {"vm": lambda flags: 1 if world.done.count("vm") in (2, 4) else None, verb: 2}
-    worker = world.worker()
-    polls(worker, 2)
+    loop = world.loop()
+    polls(loop, 2)
     assert "delete" not in world.done and "(2 of 3)" in world.text()
     with pytest.raises(End):
-        polls(worker, 1)
+        polls(loop, 1)
     assert "giving up" in world.text()
 
 
 def test_after_an_interrupted_creation_none_is_created_until_gcloud_has_said_three_times_that_there_is_none(world):
-    world.known.forget_vm()
-    world.vm, world.known.creating = None, True
-    worker = world.worker()
-    worker.settling = 3
-    polls(worker, 3)
+    world.state.vm = Vm()
+    world.vm, world.state.creating = None, True
+    loop = world.loop()
+    world.state.tries.settling = 3
+    polls(loop, 3)
     assert "create" not in world.done
     world.vm = dict(READY)
     world.run = {"state": "none", "run": ""}
-    polls(worker, 1)
-    assert "create" not in world.done and "train" in world.done and not world.known.creating
+    polls(loop, 1)
+    assert "create" not in world.done and "train" in world.done and not world.state.creating
 
 
 def test_a_creation_is_known_before_it_begins_and_a_stockout_forgets_it(world):
-    world.known.forget_vm()
+    world.state.vm = Vm()
     world.vm, seen = None, []
 
     def create(flags):
-        seen.append((Known.load(world.settings.state / "known.json").creating, "creating nano" in world.text()))
+        seen.append((State.load(world.settings.state / "state.json", 0).creating, "creating nano" in world.text()))
         return 5
 
     world.fails["create"] = create
-    worker = world.worker()
-    polls(worker, 1)
-    assert seen == [(True, True)] and not Known.load(world.settings.state / "known.json").creating
+    loop = world.loop()
+    polls(loop, 1)
+    assert seen == [(True, True)] and not State.load(world.settings.state / "state.json", 0).creating
 
 
 def test_no_vm_is_created_that_cannot_be_written_down(world):
-    world.known.forget_vm()
+    world.state.vm = Vm()
     world.vm = None
-    worker = world.worker()
+    loop = world.loop()
     shutil.rmtree(world.settings.state)
-    polls(worker, 5)
-    assert "create" not in world.done and not world.known.creating
+    polls(loop, 5)
+    assert "create" not in world.done and not world.state.creating
     world.settings.state.mkdir()
-    polls(worker, 1)
+    polls(loop, 1)
     assert "create" in world.done
 
 
@@ -219,5 +228,15 @@ def test_of_two_vms_the_older_one_stays(world):
         world.vm = new if zones == ["--zones=us-east5-b"] else old
 
     world.fails |= {"vm": vm, "delete": deleted.append}
-    world.worker().delete_twins()
-    assert deleted == [("--yes", "--zones=us-east5-b")] and world.known.id == "1"
+    world.loop().delete_twins()
+    assert deleted == [("--yes", "--zones=us-east5-b")] and world.state.vm.id == "1"
+
+
+def test_what_is_done_follows_from_the_state_and_a_look_alone(world):
+    crashed = Seen("READY", "HEALTHY", "v6e-4", run={"state": "killed", "run": "d16", "steps": "00007/00010"})
+    state = State(vm=Vm("READY"), tries=Tries(crashes=1, furthest=7))
+    first, again = (decide(world.settings, state, crashed) for _ in range(2))
+    assert first == again and state.tries == Tries(crashes=1, furthest=7) and not world.done
+    assert first[0] == Tries(crashes=2, furthest=7) and first[1][-1] == ("restart",)
+    _, actions = decide(world.settings, State(tries=first[0]), crashed)
+    assert actions[-1][0] == "give_up"
