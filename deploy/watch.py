@@ -5,7 +5,6 @@ it is killed, the VM may remain and cost money until its own limit. The next wat
 the script that was left running, and goes on. SIGINT and SIGTERM end it and leave the VM as it is.
 """
 import fcntl
-import math
 import os
 import re
 import shlex
@@ -31,8 +30,11 @@ def main():
     role, flags = sys.argv[1], sys.argv[sys.argv.index("--") + 1:]
     settings = read_settings(flags)
     check(settings)
+    prices = hourly_prices(settings, partial(print, file=sys.stderr if role == "dry_run" else sys.stdout, flush=True))
+    if prices is None and settings.max_usd is not None:
+        raise BadInput(f"the price of {settings.type} is not known: give --usd_per_hour")
     if role == "dry_run":
-        return explain(settings)
+        return explain(settings, prices or {})
     signal.signal(signal.SIGTERM, on_signal)
     signal.signal(signal.SIGINT, on_signal)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the watch outlives the terminal
@@ -41,7 +43,7 @@ def main():
         if not take(lock, settings):
             return 6
         keep_config(settings)
-        return watch(settings)
+        return watch(settings, prices or {})
 
 
 def on_signal(*_):
@@ -80,15 +82,14 @@ def check(settings):
             raise BadInput(f"--{name}=0 is no budget: give more than 0")
 
 
-def explain(settings):
+def explain(settings, by_zone):
     """Says in words what a watch would do and cost. Returns the exit status."""
     say = partial(print, file=sys.stderr)
-    by_zone = hourly_prices(settings, say) or {}
     kind = "a spot VM, which may be preempted" if settings.spot else "on demand"
     zones = [f"{zone} ({by_zone[zone]:.2f} USD an hour)" if zone in by_zone else zone for zone in settings.zones]
     say(f"+ create, setup, push, data, train{'' if settings.has_bucket else ' (no --bucket, so no data)'}: "
         f"{settings.name}, {settings.type}, {kind}, in {' or '.join(zones)}")
-    hours = budget_hours(settings, max(by_zone.values(), default=0))
+    hours = lasts_s(settings, by_zone) / 3600
     say(f"the budget buys {hours:.2f} hours at most, of which the last {settings.margin_s / 3600:.2f} are reserved to "
         f"stop the run, bring it home and delete the VM")
     if warning := reserve_warning(settings, by_zone):
@@ -98,21 +99,18 @@ def explain(settings):
     return 0
 
 
-def budget_hours(settings, usd_per_hour):
-    """Returns for how many hours the whole budget lasts."""
-    hours = [settings.max_hours] if settings.max_hours is not None else []
-    if settings.max_usd is not None and usd_per_hour > 0:
-        hours.append(settings.max_usd / usd_per_hour)
-    return min(hours, default=math.inf)
+def lasts_s(settings, by_zone):
+    """Returns for how many seconds the whole budget lasts, at the dearest of these prices."""
+    return State().left_s(settings, max(by_zone.values(), default=0))
 
 
 def reserve_warning(settings, by_zone):
     """Returns a warning, in words, if the budget is less than what is reserved for its end, or ""."""
-    hours = budget_hours(settings, max(by_zone.values(), default=0))
-    if 3600 * hours > settings.margin_s:
+    seconds = lasts_s(settings, by_zone)
+    if seconds > settings.margin_s:
         return ""
-    return (f"the budget lasts {3600 * hours:.0f} s, and --margin_s={settings.margin_s:g} of them are "
-            "reserved for its end: no VM would be created")
+    return (f"the budget lasts {seconds:.0f} s, and --margin_s={settings.margin_s:g} of them are reserved for its end: "
+            "no VM would be created")
 
 
 def take(lock, settings):
@@ -129,8 +127,8 @@ def take(lock, settings):
     return True
 
 
-def watch(settings):
-    """Runs the loop and returns the exit status."""
+def watch(settings, prices):
+    """Runs the loop and returns the exit status. `prices` is {zone: USD per hour}, empty if they are not known."""
     if (settings.state / "spent").exists():
         raise BadInput(f"{settings.state} is of an earlier version of watch.sh: end that watch, or delete.sh "
                        f"{settings.name}, and remove this folder")
@@ -138,10 +136,7 @@ def watch(settings):
     if state.ended and state.flags == list(settings.flags) and not settings.again:
         print(f"the run {settings.run} {state.ended}: --again starts it again", flush=True)
         return state.status
-    prices = hourly_prices(settings, lambda line: print(line, flush=True))
-    if prices is None and settings.max_usd is not None:
-        raise BadInput(f"the price of {settings.type} is not known: give --usd_per_hour")
-    if warning := reserve_warning(settings, prices or {}):
+    if warning := reserve_warning(settings, prices):
         if not state.vm.exists and not state.creating:
             raise BadInput(warning)
         print(f"warning: {warning}", flush=True)
@@ -149,7 +144,7 @@ def watch(settings):
         print("warning: without --checkpoint_mirror a preemption loses every checkpoint", flush=True)
     state.flags, state.ended = list(settings.flags), ""
     journal = Journal(settings.state, settings.name, settings.webhook)
-    loop = Loop(settings, state, journal, prices or {}, None)
+    loop = Loop(settings, state, journal, prices, None)
     loop.call = Calls(settings, loop.wait, loop.record)
     journal.note(f"watching {settings.name}: {settings.type} in {','.join(settings.zones)}, {loop.usd_text()}, at most "
                  f"{budget_text(settings)}; spent so far: {state.spent}")

@@ -38,8 +38,6 @@ check_name "$NAME"
 [ ${#FLAGS[@]} -gt 0 ] || die 2 "the run has no flags: watch.sh NAME … -- --run=NAME …"
 [ -n "$ZONES" ] || die 2 "--zones is not set: give the flag or write deploy/config.env"
 [ -n "$MAX_USD$MAX_HOURS" ] || die 2 "the run has no budget: --max_usd or --max_hours"
-facts "$TYPE"
-[ -z "$MAX_USD" ] || [ -n "$USD$PRICE_API_KEY" ] || die 2 "the price of $TYPE is not known: give --usd_per_hour"
 [ -z "$DRY_RUN" ] || check_flags "$TYPE"
 # One project and account for the whole watch. A VM of this name that may exist elsewhere would be forgotten.
 [ -n "$DRY_RUN" ] || settle "$NAME"

@@ -61,7 +61,7 @@ def hourly_prices(settings, say):
     the prices are from, unless all are in the table."""
     if settings.usd_per_hour is not None:
         return dict.fromkeys(settings.zones, settings.usd_per_hour)
-    chips = tpu.parse_accelerator(settings.type).chips
+    chips = tpu.parse_accelerator(settings.type, "--type").chips
     listed = {}
     if settings.price_api_key:
         try:

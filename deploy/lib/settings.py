@@ -255,26 +255,14 @@ class Settings:
 
 def read_settings(flags):
     """Returns the Settings that watch.sh has put into the environment. `flags` are those of the run."""
-
-    def value(name):
-        return os.environ.get(f"WATCH_{name}", "")
-
-    def number_or_none(name):
-        return float(value(name)) if value(name) else None
-
-    verb_flags = []
-    for name in COMMON:
-        if value(name) and name not in NOT_PASSED_ON:
-            verb_flags.append(f"--{name.lower()}={value(name)}")
-    return Settings(
-        name=value("NAME"), type=value("TYPE"), zones=tuple(value("ZONES").split(",")),
-        spot=not value("ON_DEMAND"), flags=tuple(flags), verb_flags=tuple(verb_flags),
-        has_bucket=bool(value("BUCKET")), max_usd=number_or_none("MAX_USD"), max_hours=number_or_none("MAX_HOURS"),
-        usd_per_hour=number_or_none("USD_PER_HOUR"), margin_s=float(value("MARGIN_S")), poll_s=float(value("POLL_S")),
-        patience=int(value("PATIENCE")), stall_s=int(value("STALL_S")), keep_vm=bool(value("KEEP_VM")),
-        again=bool(value("AGAIN")),
-        state=Path(value("STATE")), to=Path(value("TO")), webhook=value("WEBHOOK"),
-        price_api_key=value("PRICE_API_KEY"), price_api=value("PRICE_API"))
+    values = {name: os.environ.get(f"WATCH_{name}", "") for name in FORMS}
+    read = {YES_NO: bool, NUMBER: lambda text: float(text) if text else None, WHOLE: int, PATH: Path}
+    own = {name.lower(): read.get(FORMS[name], str)(values[name]) for name in FORMS
+           if name.lower() in Settings.__dataclass_fields__}
+    verb_flags = [f"--{name.lower()}={values[name]}" for name in COMMON if values[name] and name not in NOT_PASSED_ON]
+    return Settings(**own | {"zones": tuple(values["ZONES"].split(",")), "spot": not values["ON_DEMAND"],
+                             "flags": tuple(flags), "verb_flags": tuple(verb_flags),
+                             "has_bucket": bool(values["BUCKET"])})
 
 
 if __name__ == "__main__":

@@ -131,6 +131,11 @@ def vm(laptop):
     return vm
 
 
+def train(laptop, vm, *flags, **options):
+    """Starts a run and returns what train.sh prints."""
+    return laptop.run("train.sh", vm.ip, "--min_free_gb=0", "--", *flags, **options)
+
+
 def eventually(condition, timeout_s=60):
     """Waits until `condition()` is true and returns its value."""
     deadline = time.monotonic() + timeout_s

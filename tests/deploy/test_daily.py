@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from tests.deploy.conftest import ROOT, eventually
+from tests.deploy.conftest import ROOT, eventually, train
 
 
 @pytest.fixture
@@ -203,10 +203,6 @@ def test_a_trace_of_setup_shows_no_key(laptop):
     assert key in (vm.home / ".tpu_env").read_text()
 
 
-def train(laptop, vm, *flags, **options):
-    return laptop.run("train.sh", vm.ip, "--min_free_gb=0", "--", *flags, **options)
-
-
 def test_train_starts_detached_and_returns_at_the_first_log_line(laptop, vm):
     output = train(laptop, vm, "--run=d16", "--num_iterations=1000", "--text=two words; $(touch /tmp/no)")
     assert "scripts.base_train --run=d16" in output and "step 00001/01000" in output
@@ -239,16 +235,15 @@ def test_two_starts_at_once_give_one_run(laptop, vm):
     assert sorted(process.returncode for process in both) == [0, 6]
 
 
-@pytest.mark.parametrize("broken, message", [
-    ("rm -r nanochat", "push.sh first"),
-    ("rm .tpu_env", "setup.sh first"),
-    ("sed -i s/=TPU/=CPU/ .tpu_env", "PJRT_DEVICE is 'CPU'"),
-    ("echo 4 >nanochat.d/chips", "8 chips in /dev, setup saw 4"),
-    ("rm -r .cache", "data.sh first"),
-])
-def test_train_refuses_a_vm_that_is_not_set_up(laptop, vm, broken, message):
-    subprocess.run(broken, shell=True, cwd=vm.home, check=True)
-    assert message in train(laptop, vm, "--run=a", status=1)
+def test_train_refuses_a_vm_that_is_not_set_up(laptop, vm):
+    """Each line breaks what is checked before the lines above it."""
+    for broken, message in (("rm -r .cache", "data.sh first"),
+                            ("echo 4 >nanochat.d/chips", "8 chips in /dev, setup saw 4"),
+                            ("sed -i s/=TPU/=CPU/ .tpu_env", "PJRT_DEVICE is 'CPU'"),
+                            ("rm .tpu_env", "setup.sh first"),
+                            ("rm -r nanochat", "push.sh first")):
+        subprocess.run(broken, shell=True, cwd=vm.home, check=True)
+        assert message in train(laptop, vm, "--run=a", status=1)
 
 
 def test_train_refuses_a_machine_without_chips_and_a_full_disk(laptop, vm):
@@ -306,17 +301,20 @@ def test_status_shows_one_screen_for_a_running_and_for_a_crashed_run(laptop, vm)
     assert "unreachable" in laptop.run("status.sh", vm.ip, status=1)
 
 
-def test_status_shows_errors_and_no_warnings_of_wandb(laptop, vm):
-    warnings = ["wandb: WARNING Saving files failed, error: retrying", "UserWarning: an error: maybe",
+def test_status_shows_errors_and_a_full_disk_and_no_warnings(laptop, vm):
+    train(laptop, vm, "--run=a", "--num_iterations=1")
+    laptop.run("stop_run.sh", vm.ip)
+    log = vm.home / "nanochat.d/runs/a.log"
+    before = log.read_text()
+    warnings = ["mirror: copied step_000100 to gs://b", "warning: wandb: error: no network",
+                "wandb: WARNING Saving files failed, error: retrying", "UserWarning: an error: maybe",
                 "\x1b[34m\x1b[1mwandb\x1b[0m: \x1b[33mWARNING\x1b[0m error: a network error: retrying"]
-    printed = "; ".join(f"echo '{line}'" for line in warnings)
-    vm.program(vm.home / "nanochat.d/venv/bin/python", f"{printed}; echo 'step 00001/00009'; exit 0")
-    train(laptop, vm, "--run=a")
-    output = eventually(lambda: "ended" in (text := laptop.run("status.sh", vm.ip)) and text)
-    assert "  error  " not in output
-    vm.program(vm.home / "nanochat.d/venv/bin/python", f"echo 'wandb.errors.UsageError: no key'; {printed}; exit 1")
-    train(laptop, vm, "--run=a", status=1)
-    assert "  error  wandb.errors.UsageError: no key" in laptop.run("status.sh", vm.ip)
+    log.write_text(before + "\n".join(warnings) + "\n")
+    assert "  error  " not in laptop.run("status.sh", vm.ip)
+    for error in ("warning: No space left on device: the checkpoint is written again", "RuntimeError: it broke",
+                  "error: the run is over", "wandb.errors.UsageError: no key"):
+        log.write_text(before + "\n".join([error, *warnings]) + "\n")
+        assert f"  error  {error}" in laptop.run("status.sh", vm.ip)
 
 
 def test_status_shows_a_mirror_that_falls_behind(laptop, vm):

@@ -17,12 +17,13 @@ def world(laptop):
     world.close()
 
 
-def test_another_present_project_makes_no_second_vm_of_a_watch(world):
-    watch = world.watch(run=("--num_iterations=60", "--step_s=0.2"))
+def test_another_project_and_config_env_change_neither_the_vms_of_a_watch_nor_their_end(world):
+    watch = world.watch(run=("--num_iterations=30", "--step_s=0.2"))
     world.wait("run started")
     gcloud = world.laptop.home / "bin/gcloud"  # as `gcloud config set project q` does, for every call from now on
     gcloud.write_text(f'#!/bin/sh\nexport CLOUDSDK_CORE_PROJECT=q\nexec {world.laptop.gcloud} "$@"\n')
     gcloud.chmod(0o755)
+    (world.laptop.home / "config.env").write_text("ON_DEMAND=1\nUSD_PER_HUOR=2\n")
     world.end(watch, 0)
     assert len(world.booted) == 1 and not world.cloud.nodes
     assert not [request for request in world.cloud.requests if "/projects/q/" in request]
@@ -94,14 +95,6 @@ def test_no_vm_is_created_in_a_project_that_is_not_known(laptop, cloud):
                       f'exec {laptop.gcloud} "$@"\n')
     gcloud.chmod(0o755)
     assert "give --project" in laptop.run("create.sh", "nano", *QUICK, status=4) and not cloud.nodes
-
-
-def test_a_change_of_config_env_during_a_watch_changes_neither_its_vms_nor_their_end(world):
-    watch = world.watch(run=("--num_iterations=60", "--step_s=0.2"))
-    world.wait("run started")
-    (world.laptop.home / "config.env").write_text("ON_DEMAND=1\nUSD_PER_HUOR=2\n")
-    world.end(watch, 0)
-    assert len(world.booted) == 1 and not world.cloud.nodes
 
 
 def test_a_vm_whose_ssh_answers_is_never_absent(world):

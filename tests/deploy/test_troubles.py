@@ -9,12 +9,8 @@ import pytest
 
 from deploy.lib.calls import Calls
 from deploy.lib.state import State, Vm, steady_time
-from tests.deploy.conftest import ROOT, eventually
+from tests.deploy.conftest import ROOT, eventually, train
 from tests.deploy.made_up import World
-
-
-def train(laptop, vm, *flags, **options):
-    return laptop.run("train.sh", vm.ip, "--min_free_gb=0", "--", *flags, **options)
 
 
 def full(*folders):
@@ -159,21 +155,6 @@ def test_a_run_on_a_full_disk_is_told_to_stop(laptop, vm):
 def test_an_environment_file_of_windows_with_an_unknown_name_is_read(laptop, vm):
     (vm.home / ".tpu_env").write_text("export PJRT_DEVICE=TPU\r\nexport EXTRA=$NOT_DEFINED:1\r\n")
     assert "PJRT_DEVICE=TPU\n" in train(laptop, vm, "--run=a")
-
-
-@pytest.mark.parametrize("line, shown", [
-    ("mirror: copied step_000100 to gs://b", False),
-    ("warning: wandb: error: no network", False),
-    ("warning: No space left on device: the checkpoint is written again", True),
-    ("RuntimeError: it broke", True),
-    ("error: the run is over", True),
-])
-def test_status_shows_errors_and_a_full_disk_and_nothing_else(laptop, vm, line, shown):
-    train(laptop, vm, "--run=a", "--num_iterations=1")
-    laptop.run("stop_run.sh", vm.ip)
-    with open(vm.home / "nanochat.d/runs/a.log", "a") as file:
-        file.write(line + "\n")
-    assert ("error  " in laptop.run("status.sh", vm.ip)) == shown
 
 
 def test_files_with_names_of_keys_never_travel_and_submodules_are_named(laptop, tmp_path):

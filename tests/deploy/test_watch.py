@@ -252,13 +252,13 @@ def test_a_watch_that_has_ended_for_good_is_not_begun_again(settings, monkeypatc
         raise End(status)
 
     monkeypatch.setattr(watch.Loop, "poll", poll)
-    assert watch.watch(settings) == watch.watch(settings) == status
+    assert watch.watch(settings, {}) == watch.watch(settings, {}) == status
     assert f"the run d16 {word} at " in capsys.readouterr().out
 
 
 def test_a_failure_of_watch_itself_is_reported_with_a_status_that_systemd_restarts(settings, monkeypatch, capsys):
     monkeypatch.setattr(watch.Loop, "run", lambda loop: 1 / 0)
-    assert watch.watch(settings) == 70
+    assert watch.watch(settings, {"us-west1-c": 2.29}) == 70
     printed = capsys.readouterr().out
     assert "watch.sh failed: ZeroDivisionError" in printed and "nano (absent) is left as it is, at 2.29 USD" in printed
     assert "70" not in (ROOT / "deploy/watch.service").read_text()
@@ -267,4 +267,4 @@ def test_a_failure_of_watch_itself_is_reported_with_a_status_that_systemd_restar
 def test_the_spending_of_an_earlier_version_is_not_forgotten(settings):
     (settings.state / "spent").write_text("1 2 3 READY\n")
     with pytest.raises(BadInput, match="delete.sh nano"):
-        watch.watch(settings)
+        watch.watch(settings, {})
