@@ -25,34 +25,34 @@ def answers(vm, text, to=""):
         f'case $SSH_CONNECTION:$BASH_EXECUTION_STRING in [0-9]*"{to}"*) cat ~/answer; exit 0 ;; esac\n')
 
 
-@pytest.mark.parametrize("name", ["mirror_behind_s", "log_age_s", "checkpoint_age", "disk", "steps", "record", "exit"])
-def test_status_runs_nothing_that_a_vm_says(laptop, vm, name):
-    answers(vm, f"{GOOD}{name}=UID[$(touch {laptop.root}/pwned; echo 0)]\n")
-    output = laptop.run("status.sh", vm.ip)
-    assert "run    a running" in output and f"the VM's {name} is left out" in output
-    assert not (laptop.root / "pwned").exists()
+def test_status_runs_nothing_that_a_vm_says(laptop, vm):
+    for name in ("mirror_behind_s", "log_age_s", "checkpoint_age", "disk", "steps", "record", "exit"):
+        answers(vm, f"{GOOD}{name}=UID[$(touch {laptop.root}/pwned; echo 0)]\n")
+        output = laptop.run("status.sh", vm.ip)
+        assert "run    a running" in output and f"the VM's {name} is left out" in output
+        assert not (laptop.root / "pwned").exists()
 
 
-@pytest.mark.parametrize("run", ["../deploy", "/etc", "..", ".ssh", "-x", "a/b", "a b", "r" * 200])
-def test_fetch_makes_no_path_of_a_name_that_is_no_runs(laptop, vm, run):
-    answers(vm, f"{run}\n")
+def test_fetch_makes_no_path_of_a_name_that_is_no_runs(laptop, vm):
     results = laptop.root / "to/results"
-    assert "the VM's run is left out" in laptop.run("fetch.sh", vm.ip, f"--to={results}", status=1)
-    assert not results.parent.exists()
+    for run in ("../deploy", "/etc", "..", ".ssh", "-x", "a/b", "a b", "r" * 200):
+        answers(vm, f"{run}\n")
+        assert "the VM's run is left out" in laptop.run("fetch.sh", vm.ip, f"--to={results}", status=1)
+        assert not results.parent.exists()
 
 
-@pytest.mark.parametrize("checkpoint", ["delete.sh 123", "../x 1", "step_000001/../../x 1", "step_000001 UID[1]"])
-def test_fetch_asks_for_no_checkpoint_whose_name_is_none(laptop, vm, checkpoint):
-    answers(vm, f"{checkpoint}\n", to="checkpoints . |")
+def test_fetch_asks_for_no_checkpoint_whose_name_is_none(laptop, vm):
     results = laptop.root / "results"
     for path in ("a/delete.sh", "x"):
         (results / path).parent.mkdir(parents=True, exist_ok=True)
         (results / path).write_text("mine")
     run_dir(vm)
-    output = laptop.run("fetch.sh", vm.ip, "a", f"--to={results}")
-    assert "the VM's checkpoints is left out" in output
-    assert (results / "a/delete.sh").read_text() == (results / "x").read_text() == "mine"
-    assert not list((results / "a").glob("*.[0-9]*"))
+    for checkpoint in ("delete.sh 123", "../x 1", "step_000001/../../x 1", "step_000001 UID[1]"):
+        answers(vm, f"{checkpoint}\n", to="checkpoints . |")
+        output = laptop.run("fetch.sh", vm.ip, "a", f"--to={results}")
+        assert "the VM's checkpoints is left out" in output
+        assert (results / "a/delete.sh").read_text() == (results / "x").read_text() == "mine"
+        assert not list((results / "a").glob("*.[0-9]*"))
 
 
 def run_dir(vm):

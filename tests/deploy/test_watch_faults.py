@@ -73,13 +73,13 @@ def test_a_vm_whose_watch_was_killed_ends_the_budget_itself_and_the_next_watch_c
     """Also one that was created by hand, without a limit."""
     if is_older:
         world.laptop.run("create.sh", "nano")
-    watch = world.watch(run=("--num_iterations=10000",), max_hours=0.02, margin_s=30)
+    watch = world.watch(run=("--num_iterations=10000",), max_hours=0.025, margin_s=30)
     world.wait("run started")
     eventually(lambda: world.known().vm.deletes_itself)
     watch.kill()
     eventually(lambda: not world.cloud.nodes, 120)
     assert list(world.mirror.glob("step_*"))
-    world.end(world.watch(run=("--num_iterations=10000",), max_hours=0.02, margin_s=30), 7)
+    world.end(world.watch(run=("--num_iterations=10000",), max_hours=0.025, margin_s=30), 7)
     assert len(world.booted) == 1 and 0.01 * 3600 < world.known().elapsed_s
 
 
