@@ -50,12 +50,17 @@ def test_a_limit_outlives_a_reboot_and_needs_no_run(world):
 
 def test_nothing_that_a_user_of_the_vm_wrote_keeps_it_from_deleting_itself(world):
     lines = ["exit 3", "sleep 100000", "(trap '' TERM; setsid sleep 100000) &\nfalse; x=$(<"]
-    creations = [world.laptop.start("create.sh", f"nano-{i}", *SOON) for i in range(len(lines))]
-    for creation in creations:
+    boot = world.cloud.boot
+
+    def boot_with_a_line(node, index):
+        ip, line = boot(node, index), lines[len(world.booted) - 1]
+        (world.vm.home / ".tpu_env").write_text(f"{line}\n")
+        (world.vm.home / "nanochat.d/runs").mkdir(parents=True, exist_ok=True)
+        return ip
+
+    world.cloud.boot = boot_with_a_line
+    for creation in [world.laptop.start("create.sh", f"nano-{i}", *SOON) for i in range(len(lines))]:
         world.end(creation, 0)
-    for vm, line in zip(world.booted.values(), lines, strict=True):
-        (vm.home / ".tpu_env").write_text(f"{line}\n")
-        (vm.home / "nanochat.d/runs").mkdir(parents=True, exist_ok=True)
     eventually(lambda: not world.cloud.nodes, 120)
 
 
