@@ -136,10 +136,10 @@ class Loop:
     # ------------------------------------------------------------------
     # Looking
 
-    def look(self, limit_s=None):
+    def look(self):
         """Returns what is seen of the VM and its run. The state keeps the last certain answer: that gcloud fails once
         says nothing about the VM."""
-        seen = self.look_up(limit_s)
+        seen = self.look_up()
         if self.state.vm.state == "READY" and seen.state in ("READY", "unknown"):
             reason, run = self.error, self.probe()
             seen = seen._replace(run=run, error=reason if seen.state == "unknown" else self.error)
