@@ -11,7 +11,8 @@ calc() { awk "BEGIN { printf \"%.2f\", $1 }"; }
 facts() {
   local printed
   CHIPS="" HOSTS="" VERSION="" USD=$USD_PER_HOUR USD_NOTE=""
-  printed=$(cd "$ROOT" && "$PYTHON" -m deploy.lib.catalogue "$1" "${2:-$ZONES}" "$ON_DEMAND" "$USD_PER_HOUR") || return 2
+  printed=$(cd "$ROOT" && "$PYTHON" -m deploy.lib.catalogue "$1" "${2:-$ZONES}" "$ON_DEMAND" "$USD_PER_HOUR") ||
+    return 2
   eval "$printed"  # each value in quotation marks
 }
 

@@ -4,7 +4,7 @@
 #   deploy/lib/look.sh NAME --what=vm      the VM, as gcloud describes it
 #
 #   --what vm|run|rate         the VM; its newest run; or nothing, while --bytes random bytes are copied here
-#   --what limit               "yes" if the VM may delete itself at its own limit, which is set to --max_hours, or why not
+#   --what limit               sets the VM's own limit to --max_hours: "yes" if it may delete itself, or why not
 #   --what end                 the Unix time at which the VM was deleted in --zones, as gcloud's operations know
 #   --what mirror              the newest whole checkpoint in the folder --bucket of a run's mirror
 #   --vm_ips A,B --vm_id ID    for run, limit and rate: the addresses and the id that --what=vm printed

@@ -118,8 +118,8 @@ end_if_it_fails() { # end_if_it_fails FIRST I COMMAND: for first_of; FIRST is th
   kill -- "-$1" 2>/dev/null || true
 }
 
-# ask_limit ARGS sets the VM's own limit on every host, as set_limit ARGS. It prints "yes" if the VM may delete itself, or
-# else why not: only its own service account knows.
+# ask_limit ARGS sets the VM's own limit on every host, as set_limit ARGS. It prints "yes" if the VM may delete itself,
+# or else why not: only its own service account knows.
 ask_limit() {
   local i script answer=""
   # shellcheck disable=SC2016  # it is evaluated on the VM

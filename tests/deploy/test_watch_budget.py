@@ -97,7 +97,7 @@ def test_a_fetch_that_fails_is_repeated_until_the_last_of_the_budget_and_the_los
 
 def test_a_deletion_that_fails_is_repeated_for_ever_and_counted(world):
     attempts = []
-    world.fails["delete"] = lambda flags: None if world.vm and len(attempts) > 200 else (
+    world.fails["delete"] = lambda flags: None if world.vm and len(attempts) > 60 else (
         attempts.append(1) or 1) if world.vm else 3
     assert world.loop().run() == 7 and world.vm is None
     assert world.state.spent_usd > 1 and world.text().count("deleting the VM: each try waits for gcloud, up to") == 1

@@ -71,8 +71,8 @@ def test_a_script_that_cannot_be_started_is_an_answer_and_no_end_of_the_watch(se
 
 def test_a_script_that_a_killed_watch_left_behind_is_ended_and_another_process_is_not(
         settings, tmp_path, monkeypatch):
-    world = World(tmp_path / "world")
-    loop = Loop(settings, world.state, world.journal, {}, None)
+    journal = Journal(tmp_path, "nano")
+    loop = Loop(settings, State(counted_at=1), journal, {}, None)
     call = Calls(settings, loop.wait, loop.record)
 
     def be_killed(*_):
@@ -83,8 +83,8 @@ def test_a_script_that_a_killed_watch_left_behind_is_ended_and_another_process_i
         call("hang", 1)
     state = State.load(settings.state / "state.json", 0)
     group, child = state.group, eventually(lambda: (tmp_path / "child").read_text().strip())
-    Loop(settings, state, world.journal, {}, None).end_orphan()
-    assert not is_running(child) and not state.group and "hang.sh" in world.text()
+    Loop(settings, state, journal, {}, None).end_orphan()
+    assert not is_running(child) and not state.group and "hang.sh" in journal.path.read_text()
     with suppress(ChildProcessError):  # Popen has reaped it
         os.waitpid(group, 0)
     stranger = subprocess.Popen(["sleep", "60"], start_new_session=True)
