@@ -72,7 +72,7 @@ def test_a_script_that_cannot_be_started_is_an_answer_and_no_end_of_the_watch(se
 def test_a_script_that_a_killed_watch_left_behind_is_ended_and_another_process_is_not(
         settings, tmp_path, monkeypatch):
     journal = Journal(tmp_path, "nano")
-    loop = Loop(settings, State(counted_at=1), journal, {}, None)
+    loop = Loop(settings, State(counted_at=time.time()), journal, {}, None)
     call = Calls(settings, loop.wait, loop.record)
 
     def be_killed(*_):
