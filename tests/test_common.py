@@ -276,9 +276,9 @@ for _ in range(8):
     time.sleep(0.2)
     common.say("a line", sys.stderr)
 print("silent", file=sys.stderr)
-time.sleep(2)
+time.sleep(1.5)
 common.work.begin("")
-time.sleep(2)
+time.sleep(1)
 """
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60).stderr
     spoken, _, silent = found.partition("silent\n")

@@ -52,9 +52,12 @@ def resume_without(other, run, step):
     shutil.rmtree(get_base_dir() / "checkpoints" / other)
 
 
-def test_a_run_that_begins_with_weights_has_them_and_resumes_without_their_run(train, first, tiny, corpus_dir):
+def test_a_run_that_begins_with_weights_has_them_and_resumes_without_their_run(train, first, tiny, corpus_dir,
+                                                                               tmp_path):
+    """On this machine, and on a new one, which has only the mirror."""
     flags = ["--init_from=first", f"--data_dir={corpus_dir}/val", "--save_every=3"]
-    process = train(*flags, run="second", devices=2, without=("depth", "model_dim", "num_heads", "max_seq_len"))
+    mirror = f"--checkpoint_mirror={tmp_path}/mirror"
+    process = train(*flags, mirror, run="second", devices=2, without=("depth", "model_dim", "num_heads", "max_seq_len"))
     assert "start  weights and optimizer of first/step_000008" in process.stdout
     # The optimizer's averages are as old as the runs together that had them.
     third = parse_flags(last_of_each("--run=third", *tiny, "--init_from=second"))
@@ -68,6 +71,11 @@ def test_a_run_that_begins_with_weights_has_them_and_resumes_without_their_run(t
     assert "step_000003" in resumed.stdout and resumed.losses == process.losses and resumed.bpb == process.bpb
     meta = load_meta(on_disk.latest(process.run_dir))
     assert (meta.flags["init_from"], meta.flags["init_optimizer"]) == ("first/step_000008", True)
+    shutil.rmtree(get_base_dir())
+    shutil.rmtree(tmp_path / "mirror/second/step_000006")
+    resumed = train(*flags, mirror, run="second", devices=2)
+    assert "step_000003" in resumed.stdout and resumed.losses == process.losses
+    assert load_meta(on_disk.latest(process.run_dir)).flags["init_from"] == "first/step_000008"
 
 
 def test_the_rates_of_a_run_that_begins_with_weights_do_not_depend_on_its_length(first, tiny):
@@ -94,16 +102,6 @@ def test_fifty_steps_with_the_usual_rates_unlearn_nothing_of_trained_weights_of_
     further = train(*flags, "--init_from=begun", run="further")
     assert further.bpb[0] == pytest.approx(begun.bpb[50], rel=1e-5)
     assert further.bpb[50] < 1.02 * further.bpb[0]
-
-
-def test_a_new_machine_resumes_from_the_mirror_without_the_run_that_it_began_with(train, first, tmp_path):
-    flags = ["--init_from=first", "--save_every=3", f"--checkpoint_mirror={tmp_path}/mirror"]
-    process = train(*flags, run="second", devices=2)
-    shutil.rmtree(get_base_dir())
-    shutil.rmtree(tmp_path / "mirror/second/step_000006")
-    resumed = train(*flags, run="second", devices=2)
-    assert "step_000003" in resumed.stdout and resumed.losses == process.losses
-    assert load_meta(on_disk.latest(process.run_dir)).flags["init_from"] == "first/step_000008"
 
 
 def test_a_start_that_cannot_be_is_refused_in_one_line(train, first, tiny, tmp_path):
@@ -184,9 +182,12 @@ def hub_model(tmp_path):
         source=zipped(files_of(*qwen())))
 
 
-def test_a_run_that_begins_with_imported_weights_has_their_tokenizer_and_resumes_with_it(train, hub_model, tiny):
+def test_a_run_that_begins_with_imported_weights_has_their_tokenizer_and_resumes_with_it(train, hub_model, tiny,
+                                                                                         tmp_path):
+    """On this machine, whose command need not repeat the start, and on a new one, which has only the mirror."""
     tokenizer = load_tokenizer(checkpoint=hub_model)
-    flags = [f"--init_from={hub_model}", "--save_every=3"]
+    mirror = f"--checkpoint_mirror={tmp_path}/mirror"
+    flags = [f"--init_from={hub_model}", "--save_every=3", "--max_seq_len=64", mirror]
     process = train(*flags, run="second", without=WITHOUT)
     assert f"{tokenizer.n_vocab} tokens, sha256 {tokenizer.sha256[:12]}; some texts do not come back" in process.stdout
     assert load_meta(on_disk.latest(process.run_dir)).tokenizer_sha256 == tokenizer.sha256
@@ -197,6 +198,10 @@ def test_a_run_that_begins_with_imported_weights_has_their_tokenizer_and_resumes
     on_disk.set_aside_after(process.run_dir, 3)
     (process.run_dir / ".finished").unlink()
     resumed = train("--save_every=3", run="second", without=WITHOUT)
+    assert "step_000003" in resumed.stdout and resumed.losses == process.losses
+    shutil.rmtree(get_base_dir())
+    shutil.rmtree(tmp_path / "mirror/second/step_000006")
+    resumed = train(*flags, run="second", without=WITHOUT)
     assert "step_000003" in resumed.stdout and resumed.losses == process.losses
     _, loaded, _ = load_model(on_disk.latest(process.run_dir), Dist("cpu", torch.device("cpu")))
     assert loaded.sha256 == tokenizer.sha256
@@ -210,13 +215,3 @@ def test_a_run_that_gives_tokens_the_meaning_of_gaps_says_so(tiny, tmp_path):
     assert [line for line in lines if "<jupyter_start> means <|fim_prefix|>" in line]
     plain = parse_flags(last_of_each(*flags, "--fim_rate=0"))
     assert not any("jupyter" in line for line in make_task(plain, "cpu", 1, run_directory(plain)).describe())
-
-
-def test_a_new_machine_resumes_from_the_mirror_with_the_tokenizer_of_imported_weights(train, hub_model, tmp_path):
-    flags = [f"--init_from={hub_model}", "--save_every=3", f"--checkpoint_mirror={tmp_path}/mirror", "--max_seq_len=64"]
-    process = train(*flags, run="second", without=WITHOUT)
-    shutil.rmtree(get_base_dir())
-    shutil.rmtree(hub_model)
-    shutil.rmtree(tmp_path / "mirror/second/step_000006")
-    resumed = train(*flags, run="second", without=WITHOUT)
-    assert "step_000003" in resumed.stdout and resumed.losses == process.losses
