@@ -8,7 +8,6 @@ import subprocess
 import sys
 import sysconfig
 from dataclasses import asdict
-from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -194,18 +193,16 @@ def test_transformers_keeps_layers_and_value_embeddings_whole():
 
 
 @pytest.mark.slow
-def test_a_model_of_the_usual_size_and_many_texts_are_exact(tmp_path):
+def test_a_model_with_the_shipped_tokenizer_and_its_ids_are_exact(tmp_path):
     tokenizer = load_tokenizer(SHIPPED_DIR)
-    model = make_model(tokenizer, n_layer=4, n_embd=256, max_seq_len=512)
-    ids, folder = text_ids(tokenizer, 512), tmp_path / "exported"
+    model = make_model(tokenizer, n_layer=4, n_embd=128, max_seq_len=256)
+    ids, folder = text_ids(tokenizer, 256), tmp_path / "exported"
     script.main([f"--checkpoint={save(tmp_path / 'run', model, tokenizer)}", f"--out={folder}",
                  f"--tokenizer_dir={SHIPPED_DIR}"])
-    paths = sorted(Path(torch.__file__).parent.joinpath("include").rglob("*.h"))[:100]
-    texts = [*(path.read_text() for path in paths), *stress_strings(1500)]
-    assert len(paths) == 100
-    found = read(tmp_path, [{"folder": str(folder), "trusted": True, "ids": ids, "prompt_len": 452, "texts": texts}])
+    texts = [*HEADERS[20:60], *stress_strings(500, seed=1)]
+    found = read(tmp_path, [{"folder": str(folder), "trusted": True, "ids": ids, "prompt_len": 226, "texts": texts}])
     torch.testing.assert_close(torch.tensor(found["0 logits"]), model(torch.tensor([ids]))[0], atol=1e-4, rtol=0)
-    assert found["0 tokens"].tolist() == greedy(model, ids[:452], 60)
+    assert found["0 tokens"].tolist() == greedy(model, ids[:226], 30)
     assert found["0 ids"].tolist() == [number for text_ids in map(tokenizer.encode, texts)
                                        for number in (len(text_ids), *text_ids)]
     assert load_tokenizer(folder).encode(texts[0]) == tokenizer.encode(texts[0])

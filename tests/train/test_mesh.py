@@ -133,17 +133,17 @@ def test_steps_that_are_not_finite_are_left_out_by_all_ranks_and_end_the_run(tra
 
 
 @pytest.fixture
-def teacher(train, tokenizer_dir):
+def teacher(train, odd_tokenizer_dir):
     """The name of a run whose model is wider than its students; its heads are as many."""
-    train(f"--tokenizer_dir={tokenizer_dir}", "--model_dim=96", "--num_heads=4", "--depth=2", "--save_every=6",
+    train(f"--tokenizer_dir={odd_tokenizer_dir}", "--model_dim=96", "--num_heads=4", "--depth=2", "--save_every=6",
           "--device_type=cpu", run="teacher")  # where nothing is compiled
     return "teacher"
 
 
 @pytest.mark.slow
-def test_a_student_on_a_mesh_learns_from_a_divided_teacher_as_without_a_mesh(train, teacher, tokenizer_dir):
+def test_a_student_on_a_mesh_learns_from_a_divided_teacher_as_without_a_mesh(train, teacher, odd_tokenizer_dir):
     """And it resumes bit for bit."""
-    flags = (*CHUNKED, f"--tokenizer_dir={tokenizer_dir}", f"--teacher={teacher}", "--kd_weight=0.8", "--softcap=0",
+    flags = (*CHUNKED, f"--tokenizer_dir={odd_tokenizer_dir}", f"--teacher={teacher}", "--kd_weight=0.8", "--softcap=0",
              "--kd_temperature=1.5", "--num_iterations=5", "--save_every=3", *LOWER_RATES)
     whole = train(*flags, run="whole")
     for data, fsdp, tensor in ((2, 2, 1), (1, 2, 2)):
@@ -158,9 +158,9 @@ def test_a_student_on_a_mesh_learns_from_a_divided_teacher_as_without_a_mesh(tra
     assert {s: resumed.losses[s] for s in (4, 5)} == {s: divided.losses[s] for s in (4, 5)}
 
 
-def test_a_teacher_whose_weights_the_mesh_cannot_divide_is_refused(tiny, teacher, tokenizer_dir, monkeypatch):
+def test_a_teacher_whose_weights_the_mesh_cannot_divide_is_refused(tiny, teacher, odd_tokenizer_dir, monkeypatch):
     monkeypatch.setenv("CPU_NUM_DEVICES", "8")
-    flags = last_of_each(*tiny, f"--tokenizer_dir={tokenizer_dir}", "--kernel=chunked", "--teacher=teacher",
+    flags = last_of_each(*tiny, f"--tokenizer_dir={odd_tokenizer_dir}", "--kernel=chunked", "--teacher=teacher",
                          "--num_heads=8", "--mesh_tensor=8")
     with pytest.raises(BadInput, match="--teacher=teacher .*8 chips along tensor do not divide the attention heads") \
             as refusal:
