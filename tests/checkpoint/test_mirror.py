@@ -199,7 +199,7 @@ def test_a_gcloud_that_hangs_is_ended_with_its_helpers(tmp_path, run_dir, monkey
 
 def test_a_file_system_that_does_not_answer_is_an_outage():
     with pytest.raises(Interruption, match="has not answered after 0.01 s"):
-        mirror._within(0.01, time.sleep, 5)
+        mirror._within(0.01, time.sleep, 0.5)
 
 
 def test_a_copy_to_a_directory_that_takes_too_long_ends_within_the_file(tmp_path, folder):
@@ -207,7 +207,5 @@ def test_a_copy_to_a_directory_that_takes_too_long_ends_within_the_file(tmp_path
     os.truncate(tmp_path / "source", 1 << 30)
     with pytest.raises(Interruption, match="has not answered after 0.001 s|took too long"):
         folder.copy_metrics(tmp_path / "source", 0.001)
-    deadline = time.monotonic() + 60
-    while any(thread.name == "mirror-files" for thread in threading.enumerate()) and time.monotonic() < deadline:
-        time.sleep(0.01)
+    eventually(lambda: not any(thread.name == "mirror-files" for thread in threading.enumerate()))
     assert not Path(folder.url, "source").exists()
