@@ -3,9 +3,9 @@
     python3 -m scripts.adapt --checkpoint=RUN --source=~/src/project
 
 It holds out a tenth of the text (200 kB at most). It trains on the rest and, for as many tokens, on the data of RUN, so
-that the model forgets little. Training ends after --epochs or --minutes. The result is the checkpoint that is best on
-the held-out files, of those that are at most 3% worse on the old text. After Ctrl-C during the training, the same
-command resumes it.
+that the model forgets little. Training ends after --epochs or --minutes, or once the old text is more than 3% worse.
+The result is the checkpoint that is best on the held-out files, of those before. After Ctrl-C during the training, the
+same command resumes it.
 
 RUN may be a public model (scripts.import_hf). Nobody knows its data: name shards like it with --data_dir and --val_dir,
 or the C++ headers that are installed here stand for it. It learns to fill gaps, too, if its tokenizer has tokens to
@@ -15,22 +15,25 @@ import json
 import os
 import shlex
 import shutil
+import time
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from nanochat.checkpoint.on_disk import find_checkpoint
+from nanochat.checkpoint.on_disk import MODEL, find_checkpoint
 from nanochat.common import BadInput, flag, get_base_dir, locked, read_flags, require_writable_dir, run_script
 from nanochat.data.hub_files import pinned
-from nanochat.data.shards import DEFAULT_DIRS, TextFlags, open_shards, open_text, read_columns
+from nanochat.data.shards import DEFAULT_DIRS, TextFlags, open_shards, open_text, read_columns, whole_texts
 from nanochat.data.storage import data_place, is_remote
 from nanochat.data.tokenizer import FIM_TOKENS, load_tokenizer
 from nanochat.device.ranks import resolve_device_type
 from nanochat.record.history import read_run
 from nanochat.record.metrics import METRICS_FILE, format_duration
-from nanochat.run.processes import expected_world_size, run_module
+from nanochat.run.processes import expected_world_size, require_success, run_module, started_module
+from nanochat.run.stopping import EXIT_STATUS
 from scripts.prepare_data import choose_held_out
 
 HELD_OUT = 0.1  # of the project's text
@@ -41,6 +44,9 @@ MOST_LOSS = 1.03  # of the old text's bits per byte, × those before
 EVALUATION_SHARE = 0.25  # of --minutes, for all evaluations together on a CPU
 ROWS, ROW_TOKENS = 2, 512  # of a step with imported weights, on each device
 FIM_RATE = 0.5  # of imported weights
+SHOWN = 3  # completions
+SHOWN_CHARS = 2000  # of the text before each
+SHOWN_TOKENS = 32
 KEPT = ("tokenizer_dir", "device_batch_size")  # flags of RUN
 RATE = 0.15
 RATES = ("matrix_lr", "embedding_lr", "unembedding_lr", "scalar_lr")
@@ -221,11 +227,42 @@ weight = 1
     return training_flags(flags, path, meta, steps, folder, eval_tokens)
 
 
-def report(flags, directory, training):
-    """Says what the training, of these flags of base_train, has gained. directory: of its run."""
+def evaluations(directory):
+    """Returns three arrays: the steps of the evaluations of the run in this directory, and the bits per byte of the
+    project and of the old text."""
     run = read_run(str(directory))
     steps, own = run.series("val_bpb_own")
-    old = run.series("val_bpb_old")[1]
+    return steps, own, run.series("val_bpb_old")[1]
+
+
+def loses_too_much(directory):
+    """Returns whether the newest evaluation of the old text is MOST_LOSS times as high as the first."""
+    try:
+        old = evaluations(directory)[2]
+    except BadInput:
+        return False  # it has no records yet
+    return len(old) > 0 and old[-1] > MOST_LOSS * old[0]
+
+
+def train(training, directory):
+    """Runs base_train with these flags until its end, or until the old text loses too much."""
+    # base_train saves whenever it evaluates, so the stop loses nothing.
+    is_stopped = False
+    with started_module("scripts.base_train", *training) as process:
+        while process.poll() is None:
+            time.sleep(1)
+            if not is_stopped and loses_too_much(directory):
+                print("the old text loses too much", flush=True)
+                process.terminate()
+                is_stopped = True
+    if not (is_stopped and process.returncode == EXIT_STATUS):
+        require_success("scripts.base_train", process.returncode)
+
+
+def report(flags, directory, training, folder):
+    """Says what the training, of these flags of base_train, has gained. directory: of its run. folder: of the
+    project's text."""
+    steps, own, old = evaluations(directory)
     if not len(steps) or steps[0]:
         raise BadInput("the first evaluation failed, so what was gained is unknown: see above")
     best = min(np.flatnonzero(old <= MOST_LOSS * old[0]), key=lambda place: own[place])
@@ -235,9 +272,46 @@ def report(flags, directory, training):
     if not best:
         print("nothing was gained: keep the model as it is")
         return
-    command = ["python3", "-m", "scripts.serve", f"--checkpoint={flags.run}/step_{steps[best]:06d}"]
-    command += [word for word in training if word.startswith("--tokenizer_dir=")]
+    given = dict(word.removeprefix("--").split("=", 1) for word in training)
+    tokenizer_dir = given.get("tokenizer_dir")
+    checkpoint = f"step_{steps[best]:06d}"
+    show_completions((Path(given["init_from"]), directory / checkpoint), tokenizer_dir, folder)
+    command = ["python3", "-m", "scripts.serve", f"--checkpoint={flags.run}/{checkpoint}"]
+    if tokenizer_dir:
+        command.append(f"--tokenizer_dir={tokenizer_dir}")
     print(f"complete with it: {shlex.join(command)}")
+
+
+def show_completions(paths, tokenizer_dir, folder):
+    """Prints a line of a few held-out files, and how the models at `paths`, before and after, continue the text before
+    it."""
+    if not all((path / MODEL).exists() for path in paths):
+        return  # a user may have moved the first model meanwhile
+    from nanochat.device.ranks import compute_init
+    from nanochat.infer.engine import Engine
+    from nanochat.infer.load import load_model
+    from nanochat.infer.sample import Sampling
+    texts = whole_texts(open_shards([folder / "own" / "val" / "shard_00000.parquet"]))
+    places = [place for place in map(middle_line, texts) if place][:SHOWN]
+    dist = compute_init("cpu")
+    lines = [[line.strip() for _, line in places]]
+    for path in paths:
+        model, tokenizer, _ = load_model(path, dist, tokenizer_dir=tokenizer_dir)
+        engine = Engine(model, tokenizer, dist)
+        sampling = Sampling(max_tokens=min(SHOWN_TOKENS, model.config.max_seq_len // 2), temperature=0)
+        found = [engine.completions(before, sampling) for before, _ in places]
+        lines.append([sample.text.strip().partition("\n")[0] for (sample,) in found])
+    for line, before, after in zip(*lines, strict=True):
+        print(f"a line of a held-out file: {line}\n  the model wrote before: {before}\n  it writes now: {after}")
+
+
+def middle_line(text):
+    """Returns the text before the first line of code in the second half of a file, and that line, or None."""
+    lines = text.splitlines(keepends=True)
+    for number in range(len(lines) // 2, len(lines)):
+        if len(lines[number].strip()) > 20 and not lines[number].lstrip().startswith(("//", "*", "/*")):
+            return "".join(lines[:number])[-SHOWN_CHARS:], lines[number]
+    return None
 
 
 def main(argv=None):
@@ -269,8 +343,9 @@ def main(argv=None):
                 shutil.rmtree(folder / name, ignore_errors=True)  # of a try that ended before it trained
             training = prepare(flags, path, meta, old, folder)
             unfinished.write_text(json.dumps([asdict(flags), training]))
-        run_module("scripts.base_train", *training)
-        report(flags, directory, training)
+        if not loses_too_much(directory):
+            train(training, directory)
+        report(flags, directory, training, folder)
         unfinished.unlink()
 
 

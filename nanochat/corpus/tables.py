@@ -12,7 +12,7 @@ import os
 import re
 import zlib
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -44,6 +44,8 @@ _STRINGS = (pa.string(), pa.large_string(), pa.string_view())
 ROWS, BATCH_BYTES = 64, 16 << 20  # that are decoded at a time: fewer rows if they are long
 SAMPLE_ROWS, LINES_BYTES = 100, 4 << 20  # of JSON Lines: to find the columns, and what is parsed at a time
 LONGEST_LINE = 64 << 20  # of JSON
+MOST_PADDING = 1 << 20  # zeros behind a packed file, which fill the block of a tape or a disk
+OWN_ZEROS = 8  # with which a packed file itself may end
 BAD_LINES, BAD_SHARE = 10, 0.001  # a file with more bad lines than both of these is refused
 PIECE_BYTES = 1 << 28  # of a parquet file that one task reads, unpacked
 
@@ -335,7 +337,7 @@ def _json_batches(path, most_rows=4096, text=None):
     num_bad = 0
     first_bad = ""
     is_empty = True
-    with open(path, "rb") as raw, io.BufferedReader(unpacked(path.suffix[1:], raw), 1 << 20) as stream:
+    with open(path, "rb") as raw, io.BufferedReader(_unpacked(path, raw), 1 << 20) as stream:
         number = 0
         while line := stream.readline(LONGEST_LINE):
             number += 1
@@ -362,6 +364,26 @@ def _json_batches(path, most_rows=4096, text=None):
         yield rows
     if num_bad:
         say(f"warning: {path}: {num_bad} of {number} lines are skipped: {first_bad}")
+
+
+def _unpacked(path, raw):
+    """Returns the stream of what an open file holds, without the zeros behind a packed one. gzip reads past them."""
+    if path.suffix != ".zst":
+        return unpacked(path.suffix[1:], raw)
+    size = path.stat().st_size
+    begin = raw.seek(max(0, size - MOST_PADDING))
+    end = begin + len(raw.read().rstrip(b"\0"))
+
+    def up_to(end):
+        return pa.CompressedInputStream(pa.OSFile(str(path)).get_stream(0, end), "zstd")
+
+    # How many zeros are the file's own, only unpacking it tells.
+    for own_end in range(end, end + OWN_ZEROS + 1) if size - end > OWN_ZEROS else ():
+        with suppress(OSError), up_to(own_end) as stream:
+            while stream.read(1 << 20):
+                pass
+            return up_to(own_end)
+    return up_to(size)
 
 
 def _parse(line, number, text):

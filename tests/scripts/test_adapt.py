@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -51,16 +52,39 @@ def test_the_best_checkpoint_is_one_that_the_old_text_loses_little_by(tmp_path, 
     lines = [f'{{"step": {step}, "time": {step}, "val_bpb_own": {own}, "val_bpb_old": {old}}}\n'
              for step, (own, old) in enumerate(((2.0, 1.0), (1.5, 1.03), (1.4, 1.031), (1.6, 1.0)))]
     (tmp_path / "metrics.jsonl").write_text("".join(lines) + '{"step": 4, "val_')
-    adapt.report(adapt.Flags(run="a"), tmp_path, ["--init_from=gone", "--tokenizer_dir=/tmp/my tokens"])
+    adapt.report(adapt.Flags(run="a"), tmp_path, ["--init_from=gone", "--tokenizer_dir=/tmp/my tokens"], tmp_path)
     said = capsys.readouterr().out
     assert "its held-out files: 2.0000 -> 1.5000 bits per byte (-25.0%)" in said
     assert "scripts.serve --checkpoint=a/step_000001 '--tokenizer_dir=/tmp/my tokens'\n" in said
     (tmp_path / "metrics.jsonl").write_text(lines[0] + lines[2])
-    adapt.report(adapt.Flags(run="a"), tmp_path, [])
+    adapt.report(adapt.Flags(run="a"), tmp_path, ["--init_from=gone"], tmp_path)
     assert "nothing was gained" in capsys.readouterr().out
     (tmp_path / "metrics.jsonl").write_text(lines[1])
     with pytest.raises(BadInput, match="first evaluation failed"):
-        adapt.report(adapt.Flags(run="a"), tmp_path, [])
+        adapt.report(adapt.Flags(run="a"), tmp_path, [], tmp_path)
+
+
+@pytest.mark.parametrize("old, is_stopped", [(1.031, True), (1.03, False)])
+def test_training_stops_once_the_old_text_loses_too_much(tmp_path, monkeypatch, capsys, old, is_stopped):
+    """With a process that writes what base_train does, and waits to be stopped."""
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "time": 0, "val_bpb_own": 2, "val_bpb_old": 1}\n')
+    program = f"""
+import signal, sys, time
+signal.signal(15, lambda *_: sys.exit(75))
+with open({str(tmp_path / "metrics.jsonl")!r}, "a") as file:
+    file.write('{{"step": 1, "time": 1, "val_bpb_own": 1, "val_bpb_old": {old}}}\\n')
+time.sleep({60 if is_stopped else 2})
+"""
+
+    @contextmanager
+    def started(*argv):
+        with subprocess.Popen([sys.executable, "-c", program]) as process:
+            yield process
+
+    monkeypatch.setattr(adapt, "started_module", started)
+    adapt.train([], tmp_path)
+    assert ("loses too much" in capsys.readouterr().out) == is_stopped
+    assert adapt.loses_too_much(tmp_path) == is_stopped
 
 
 def begun_with(steps=600, device_type="cpu", step=5000, **saved):
@@ -121,6 +145,7 @@ def test_a_public_model_is_adapted_with_installed_headers_for_its_unknown_data(b
                            "--rate=10"])
     said = capfd.readouterr().out
     assert re.search(r"its held-out files: \d\.\d+ -> \d\.\d+ bits per byte \(-\d+\.\d%\)", said)
+    assert len(re.findall(r"a line of a held-out file: \S.*\n  the model wrote before: .*\n  it writes now", said)) == 3
     assert "fim_rate=0.5" in said
     assert list((base_dir / "adapt/adapted/old/val").glob("*.parquet"))
 
