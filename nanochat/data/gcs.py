@@ -222,8 +222,9 @@ def _token(url, stale=None):
 def _ask_gcloud(url):
     if not shutil.which("gcloud"):
         raise BadInput(f"{url} needs gcloud, which is not here: install it, or use a folder of this machine")
-    # `timeout` gives gcloud a group of its own: its helpers end with it, and Ctrl-C reaches only the script.
-    process = subprocess.run(["timeout", "--kill-after=1", str(LOGIN_TIMEOUT_S),
+    # `timeout` gives gcloud a group of its own: its helpers end with it, and Ctrl-C reaches only the script. When the
+    # script ends, Linux sends SIGTERM to `timeout`, which passes it on to them all.
+    process = subprocess.run(["setpriv", "--pdeathsig=TERM", "timeout", "--kill-after=1", str(LOGIN_TIMEOUT_S),
                               "gcloud", "auth", "print-access-token"],
                              stdin=subprocess.DEVNULL, capture_output=True, errors="replace")
     if process.returncode in (124, 137):

@@ -1,6 +1,7 @@
 """Copies of checkpoints in a directory and in a bucket."""
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -182,19 +183,42 @@ def test_an_outage_is_waited_for_with_a_line_and_ends_well_or_after_ten_minutes(
         patiently(there.url, lambda: there.try_to_write(run_dir))
 
 
-def test_a_gcloud_that_hangs_is_ended_with_its_helpers(tmp_path, run_dir, monkeypatch):
-    """Its helper has inherited the pipes, so that reading from them would wait for it."""
-    (tmp_path / "gcloud").write_text(f"#!/bin/sh\nsleep 1000 &\necho $! >{tmp_path}/helper\nwait\n")
+@pytest.fixture
+def hanging_gcloud(tmp_path, monkeypatch):
+    """A gcloud that hangs. Its helper has inherited the pipes, so that reading from them would wait for it. Returns the
+    file that gets the helper's process id."""
+    (tmp_path / "gcloud").write_text(f"#!/bin/sh\nsleep 1000 &\necho $! >{tmp_path}/new\n"
+                                     f"mv {tmp_path}/new {tmp_path}/helper\nwait\n")
     (tmp_path / "gcloud").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setattr(gcs, "_tokens", {})
+    return tmp_path / "helper"
+
+
+def require_ended(process_id):
+    stat = Path(f"/proc/{process_id.strip()}/stat")
+    # a zombie where nothing collects orphans
+    eventually(lambda: not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z")
+
+
+def test_a_gcloud_that_hangs_is_ended_with_its_helpers(run_dir, hanging_gcloud, monkeypatch):
     monkeypatch.setattr(gcs, "LOGIN_TIMEOUT_S", 1)
     monkeypatch.setattr(storage, "BLIP_S", 0)
     with pytest.raises(Interruption, match="gcloud .* has not ended after 1 s"):
         run_mirror("gs://b/x", "run", Kept(1)).try_to_write(run_dir)
-    helper = Path(f"/proc/{(tmp_path / 'helper').read_text().strip()}/stat")
-    # a zombie where nothing collects orphans
-    eventually(lambda: not helper.exists() or helper.read_text().rpartition(")")[2].split()[0] == "Z")
+    require_ended(hanging_gcloud.read_text())
+
+
+@pytest.mark.parametrize("how, status", [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)])
+def test_a_signal_to_a_script_ends_the_gcloud_that_hangs_with_its_helpers(run_dir, hanging_gcloud, how, status):
+    program = ("from nanochat.checkpoint.mirror import *; from nanochat.common import run_script; "
+               f"run_script(lambda: run_mirror('gs://b/x', 'run', Kept(1)).try_to_write('{run_dir}'))")
+    script = subprocess.Popen([sys.executable, "-c", program],
+                              preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))
+    eventually(hanging_gcloud.exists)
+    script.send_signal(how)
+    assert script.wait(60) == status
+    require_ended(hanging_gcloud.read_text())
 
 
 def test_a_file_system_that_does_not_answer_is_an_outage():
