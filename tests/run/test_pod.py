@@ -141,6 +141,7 @@ def test_strangers_are_sent_away_and_the_run_goes_on():
         again = Pod(pods[1].host)  # the same host, started twice
         with pytest.raises(PodError, match="host 1 .*: start the same command once") as error:
             again.join({})
+        again.close()  # or it would end this process 30 s later
         assert error.value.status == 2 and pods[0].failure is pods[1].failure is None
 
 
