@@ -90,6 +90,8 @@ class Mirror:
         checkpoint's path, or None if there is none. Skips damaged copies with a warning."""
         run_dir = Path(run_dir)
         there = self._files()
+        if any(re.match(r"step_\d+\.rounded/", path) for path in there):
+            say(f"{self.url} has copies of an earlier version that end in .rounded: they are skipped")
         copies = _copies(there)
         for name in reversed(copies):
             if step_of(name) <= after_step or SUMS not in copies[name]:

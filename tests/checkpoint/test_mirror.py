@@ -119,6 +119,15 @@ def test_incomplete_and_damaged_copies_are_not_used(run_dir, folder, tmp_path, c
     assert [path.name for path in run_dir.glob("step_*")] == ["step_000001"]
 
 
+def test_a_rounded_copy_of_an_earlier_version_is_skipped_with_a_word(run_dir, folder, tmp_path, capsys):
+    copy(folder, run_dir, 1)
+    folder.copy(save(run_dir, 2), run_dir / "metrics.jsonl")
+    (tmp_path / "mirror" / "run" / "step_000002").rename(tmp_path / "mirror" / "run" / "step_000002.rounded")
+    shutil.rmtree(run_dir)
+    assert folder.whole_copies() == ["step_000001"] and folder.fetch(run_dir).name == "step_000001"
+    assert ".rounded" in capsys.readouterr().out
+
+
 def test_a_copy_is_kept_although_the_mirror_has_later_steps(run_dir, folder):
     """As when a VM whose disk still has an older checkpoint goes on."""
     copy(folder, run_dir, 100, 200, 50)
