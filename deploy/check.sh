@@ -4,8 +4,8 @@
 #   deploy/check.sh HOST [-- --depth=16 --device_batch_size=8]
 #
 # The flags after -- are those of python -m scripts.tpu_check, which says what is checked. push.sh and setup.sh come
-# first; no data is needed. check.json has no names, keys or addresses: attach it to an issue. tpu_preflight here corrects
-# its estimates by it from now on.
+# first; no data is needed. check.json has no names, keys or addresses: attach it to an issue. tpu_preflight here
+# corrects its estimates by it from now on.
 #
 #   --to DIR                   copy into the new folder DIR (default: check.HOST here)
 #   --dry_run                  only print what would be done
