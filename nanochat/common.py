@@ -321,7 +321,9 @@ def read_flags(argv, description, titles, first=(), gone=None):
     """Returns an object of each data class in `titles`, {data class: title of its flags in --help}, whose fields are
     made with flag(). argv: the arguments; None: those of this process. first: names of flags that --help shows first.
     gone: see ArgumentParser. --config=FILE gives flags that `argv` lacks. Raises BadInput."""
-    parser = ArgumentParser(prog=f"python3 -m scripts.{Path(sys.argv[0]).stem}", description=description,
+    script = Path(sys.argv[0])
+    folder = "dev" if script.parent.name == "dev" else "scripts"
+    parser = ArgumentParser(prog=f"python3 -m {folder}.{script.stem}", description=description,
                             usage="%(prog)s [--flag=value …]" if first else None, add_help=False)
     parser.gone = gone or {}
     by_name = {field_.name: field_ for data_class in titles for field_ in fields(data_class)}

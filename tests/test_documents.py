@@ -290,6 +290,15 @@ def test_every_command_in_a_help_text_is_accepted_by_its_parser(script):
     assert found or script == "scripts/demo.py"  # which names a target of make
 
 
+@pytest.mark.parametrize("script", [path for path in SCRIPTS if "/bench/" not in path])
+def test_the_usage_names_the_command_of_the_script(script, capsys):
+    """What runs by the name of another command (scripts.bench) is not asked."""
+    module = importlib.import_module(script.removesuffix(".py").replace("/", "."))
+    with contextlib.suppress(SystemExit), mock.patch("sys.argv", [str(ROOT / script), "--help"]):
+        module.main()
+    assert capsys.readouterr().out.startswith(f"usage: python3 -m {module.__name__} ")
+
+
 def test_the_runs_that_the_documents_start_can_be_planned():
     pytest.importorskip("jax")  # which --kernel=flash needs
     found = [(document, words) for document in DOCUMENTS for words in commands((ROOT / document).read_text())]

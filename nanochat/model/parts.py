@@ -2,7 +2,7 @@
 
 There are two kinds of parts:
 - The model's: tensor first divides a stack of matrices (L, out, in) by outputs, or by inputs if it is in
-  weights.DIVIDED_BY_INPUTS, and a table (V, C) by rows. Then fsdp divides the rest by outputs and rows. A table gets
+  models.DIVIDED_BY_INPUTS, and a table (V, C) by rows. Then fsdp divides the rest by outputs and rows. A table gets
   rows of zeros until the chips divide them (see Sharding.vocab_size).
 - The optimizer's, fp32 weights and state, are divided among all ranks: whole matrices of L / ranks layers, because Muon
   needs them whole (padded with zeros if the ranks do not divide L), and V / ranks rows of a table. Apart from the order
