@@ -341,6 +341,7 @@ def data_files(place, cache_gb=CACHE_GB):
     """Returns the shards (choose_shards) in a folder: LocalFiles, or RemoteFiles as they were when this process first
     asked. Raises OSError if a folder of this machine cannot be read."""
     if not is_remote(place):
+        os.listdir(place)  # a folder that is not there has no files for list_files
         files = list_files(place)
         return [LocalFile(files[path]) for path in choose_shards(place, files)]
     files = _remote_files(pinned(place.rstrip("/")))

@@ -174,7 +174,7 @@ def test_a_folder_whose_name_is_not_utf8_is_named(tmp_path):
 
 
 def test_missing_data_is_one_clear_line(tmp_path, base_dir):
-    with pytest.raises(BadInput, match=r"no train data: .*base_data_v3 has no \*\.parquet file in it: make"):
+    with pytest.raises(BadInput, match=r"no train data: .*base_data_v3 cannot be read .No such file or directory"):
         list_shards()
     with pytest.raises(BadInput, match=r"has no \*\.parquet file"):
         list_shards(tmp_path)
