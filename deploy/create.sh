@@ -65,7 +65,7 @@ write_limit() {
 check_limit() {
   local answer
   limit[0]=$((limit[0] + created_s - SECONDS))
-  answer=$(ask_limit "${limit[@]}")
+  answer=$(ask_limit "${limit[@]}") || true
   [ "$answer" != yes ] || { say "$NAME deletes itself before $MAX_HOURS hours are over"; return 0; }
   say "warning: $NAME may not delete itself ($answer). At its limit it only ends its runs, and goes on to cost money" \
     "until this machine deletes it: watch.sh does, or delete.sh $NAME"
@@ -102,7 +102,10 @@ try() {
   ! grep -q -e ALREADY_EXISTS -e 'already exists' "$TMP/create" || die 6 "$NAME exists already in $zone"
   ZONES=$zone lookup "$NAME"
   # The next zone is tried only when this one holds no VM: two VMs would cost twice, and only one would be found.
-  [ "$VM_STATE" != absent ] || { forget "$NAME" "$zone"; return 1; }
+  if [ "$VM_STATE" = absent ]; then
+    case $REASON in stockout | quota | permanent) forget "$NAME" "$zone" ;; esac  # else it may still come
+    return 1
+  fi
   tpu "$zone" delete "$NAME" --async || [ "$(why)" = not_found ] ||
     die 1 "$NAME may still exist in $zone, and cost money: delete.sh $NAME; $(complaint)"
   return 1

@@ -129,21 +129,24 @@ def take(lock, settings):
 
 def watch(settings, prices):
     """Runs the loop and returns the exit status. `prices` is {zone: USD per hour}, empty if they are not known."""
-    if (settings.state / "spent").exists():
+    if any((settings.state / name).exists() for name in ("spent", "known.json", "ended")):
         raise BadInput(f"{settings.state} is of an earlier version of watch.sh: end that watch, or delete.sh "
                        f"{settings.name}, and remove this folder")
-    state = State.load(settings.state / "state.json", steady_time())
+    path, journal = settings.state / "state.json", Journal(settings.state, settings.name, settings.webhook)
+    state = State.load(path, steady_time())
     if state.ended and state.flags == list(settings.flags) and not settings.again:
         print(f"the run {settings.run} {state.ended}: --again starts it again", flush=True)
         return state.status
     if warning := reserve_warning(settings, prices):
         if not state.vm.exists and not state.creating:
             raise BadInput(warning)
-        print(f"warning: {warning}", flush=True)
+        journal.show(f"warning: {warning}")
     if not settings.mirror:
-        print("warning: without --checkpoint_mirror a preemption loses every checkpoint", flush=True)
+        journal.show("warning: without --checkpoint_mirror a preemption loses every checkpoint")
+    if state.is_lost:
+        journal.note(f"{path} could not be read, so nobody knows what was spent: the budget is over. Remove this file "
+                     "to begin another")
     state.flags, state.ended = list(settings.flags), ""
-    journal = Journal(settings.state, settings.name, settings.webhook)
     loop = Loop(settings, state, journal, prices, None)
     loop.call = Calls(settings, loop.wait, loop.record)
     journal.note(f"watching {settings.name}: {settings.type} in {','.join(settings.zones)}, {loop.usd_text()}, at most "
@@ -173,7 +176,7 @@ def run(loop):
         leave_alone(loop, "told to stop")
         status = 143
     except Exception as error:
-        traceback.print_exc()
+        loop.journal.add(traceback.format_exc())
         leave_alone(loop, f"watch.sh failed: {error!r}")
         status = 70
     return status

@@ -101,13 +101,16 @@ def end_group(group, process=None, patience_s=5):
         process.wait()
 
 
-def end_orphan(settings, group):
+def end_orphan(settings, script, group):
     """Ends the process group of a script that a watch.sh which was killed left running. Returns whether there is one.
-    After a reboot the number may belong to another program, so its command line must name the VM."""
-    lines = subprocess.run(["ps", "-A", "-ww", "-o", "pgid=", "-o", "command="], capture_output=True, text=True,
-                           timeout=30).stdout.splitlines()
+    After a reboot the number may belong to another program, so its command line must name the script and the VM."""
+    try:
+        lines = subprocess.run(["ps", "-A", "-ww", "-o", "pgid=", "-o", "command="], capture_output=True, text=True,
+                               timeout=30).stdout.splitlines()
+    except (OSError, subprocess.SubprocessError):  # the watch of the VM matters more
+        return False
     words = [line.split(None, 1) for line in lines]
-    if not any(each[0] == str(group) and settings.name in each[-1] for each in words if each):
+    if not any(each[0] == str(group) and f"/{script} {settings.name} " in f"{each[-1]} " for each in words if each):
         return False
     end_group(group)
     return True

@@ -59,9 +59,9 @@ def fetch_prices(prefix, spot, key, api=PRICE_API, limit_s=60):
 def hourly_prices(settings, say):
     """Returns {zone: USD per hour of the VM} for every zone of the settings, or None if no price is known. Says where
     the prices are from, unless all are in the table."""
+    chips = tpu.parse_accelerator(settings.type, "--type").chips  # first: it refuses a type that does not exist
     if settings.usd_per_hour is not None:
         return dict.fromkeys(settings.zones, settings.usd_per_hour)
-    chips = tpu.parse_accelerator(settings.type, "--type").chips
     listed = {}
     if settings.price_api_key:
         try:

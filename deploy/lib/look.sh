@@ -16,7 +16,8 @@ NAME=${ARGS[0]:-$NAME}
 if [ "$WHAT" = vm ]; then
   lookup "$NAME"
   printf '%s\n' "state=$VM_STATE" "health=$VM_HEALTH" "zone=$VM_ZONE" "id=$VM_ID" "created=$VM_CREATED" \
-    "type=$VM_TYPE" "ips=$VM_IPS" "spot=$VM_SPOT" "error=$VM_ERROR" "permanent=${VM_PERMANENT:-}"
+    "type=$VM_TYPE" "ips=$VM_IPS" "spot=$VM_SPOT" "error=$VM_ERROR" "permanent=${VM_PERMANENT:-}" \
+    "remembered=$(case ",$REMEMBERED," in *",$VM_ZONE,"*) echo 1 ;; esac)"
   exit 0
 fi
 case $WHAT in

@@ -2,11 +2,12 @@
 counts the money, and ends at the budget."""
 import math
 import random
+import re
 import time
 import traceback
 
 from deploy.lib.calls import LINE, end_orphan
-from deploy.lib.rules import GONE, Seen, decide, is_behind, number, of_another_kind
+from deploy.lib.rules import GONE, Seen, decide, is_behind, not_asked_for, number
 from deploy.lib.state import Tries, Vm, steady_time
 
 LIMIT_S = {"setup": 1800, "push": 1800, "data": 7200}  # that a script may take
@@ -42,6 +43,7 @@ class Loop:
         self.call, self.pause, self.now = call, pause, now
         self.note, self.condition, self.show = journal.note, journal.note_change, journal.show
         self.error, self.was_absent = "", False  # why the last attempt failed; whether gcloud did not find the VM
+        self.has_log = False  # whether the last rescue brought metrics and log home, or there are none
         self.is_ending, self.saved_at = False, 0.0
 
     # ------------------------------------------------------------------
@@ -64,7 +66,7 @@ class Loop:
             except BudgetReached:
                 self.is_ending, pause_s = True, 0
             except Exception as error:  # of this program: a VM that costs money is not left alone for that
-                traceback.print_exc()
+                self.journal.add(traceback.format_exc())
                 pause_s = BACKOFF_S[min(errors, len(BACKOFF_S) - 1)]
                 errors += 1
                 self.note(f"the watch itself failed ({error!r}); it goes on after {pause_s} s")
@@ -129,7 +131,7 @@ class Loop:
 
     def end_orphan(self):
         """Ends the script that an earlier watch.sh left running."""
-        if self.state.group and end_orphan(self.settings, self.state.group):
+        if self.state.group and end_orphan(self.settings, self.state.script, self.state.group):
             self.note(f"the {self.state.script} that an earlier watch.sh left behind is ended")
         self.record("", 0)
 
@@ -163,14 +165,17 @@ class Loop:
                 self.forget_lost_vm()
                 self.was_absent = False
             return Seen("unknown" if self.error and state.vm.exists else "absent", error=self.error)
+        seen = Seen(fields["state"], fields["health"], fields["type"], fields["spot"] == "True")
         if fields["id"] != state.vm.id:
+            if not fields.get("remembered") and not state.creating:
+                return seen._replace(is_ours=False)
             state.vm = Vm()
         state.vm.state, state.creating, self.was_absent = fields["state"], False, False
         state.vm.zone, state.vm.id, state.vm.ips = fields["zone"], fields["id"], fields["ips"] or state.vm.ips
         if fields["state"] not in GONE:
             state.vm.seen_at = self.now()
         self.save()
-        return Seen(fields["state"], fields["health"], fields["type"], fields["spot"] == "True")
+        return seen
 
     def forget_lost_vm(self):
         """Forgets a VM that is gone, except when it was deleted: this machine may have slept for hours since."""
@@ -251,7 +256,10 @@ class Loop:
             return False
         self.note(f"creating {self.settings.name}: {self.settings.type} in {', '.join(self.settings.zones)}")
         result = self.call("create", (CREATE_S + LOOK_S) * len(self.settings.zones), "--rounds=1", *self.limit_flags())
-        if result.status in (2, 5, 6):  # it made none
+        if re.search(rf"^{self.settings.name} in \S+: READY", result.output, re.MULTILINE):
+            self.count()
+            self.state.charge()  # also for a VM that did not become healthy, and is deleted by now
+        if result.status in (2, 4, 5, 6):  # it left none
             self.state.creating = False
             self.save()
         if result.status == 0:
@@ -287,13 +295,14 @@ class Loop:
     def set_limit(self):
         """Sets the own limit of a VM that exists already: it may have none, or that of another budget."""
         vm, flags = self.state.vm, self.limit_flags()
-        vm.has_limit = True
+        vm.has_limit, text = True, ""
         if flags:
             result = self.call("lib/look", LOOK_S, "--what=limit", f"--zones={vm.zone}", *flags, *self.address())
-            vm.deletes_itself = result.last_line == "yes"
+            vm.has_limit, vm.deletes_itself = not result.status, result.last_line == "yes"
             if not vm.deletes_itself:
-                self.note(f"warning: {self.settings.name} may not delete itself ({result.last_line}): if this watch "
-                          "is killed, only the next one or delete.sh ends the costs")
+                text = (f"warning: {self.settings.name} may not delete itself ({result.last_line}): if this watch is "
+                        "killed, only the next one or delete.sh ends the costs")
+        self.condition("limit", text)
         self.save()
 
     def delete_twins(self):
@@ -302,7 +311,7 @@ class Loop:
         found = []
         for zone in self.settings.zones if len(self.settings.zones) > 1 else ():
             fields = self.call("lib/look", LOOK_S, "--what=vm", f"--zones={zone}").fields
-            if fields.get("state", "absent") not in ("absent", "unknown"):
+            if fields.get("state", "absent") not in ("absent", "unknown") and fields.get("remembered"):
                 found.append((fields["state"] in GONE, fields["created"], zone))
         for _, _, zone in sorted(found)[1:]:
             self.note(f"there is a second VM {self.settings.name}, in {zone}: it is deleted")
@@ -421,7 +430,8 @@ class Loop:
         if vm.mirrored == vm.checkpoint:
             flags.append("--no_checkpoints")
         result = self.call("fetch", max(5, limit_s), self.settings.run, *flags)
-        if result.status == 0 and "--no_checkpoints" not in flags:
+        is_there = (self.settings.to / self.settings.run / vm.checkpoint).is_dir()
+        if result.status == 0 and "--no_checkpoints" not in flags and is_there:
             vm.fetched = vm.checkpoint
             self.save()
         self.error = result.last_line
@@ -431,12 +441,14 @@ class Loop:
         """Stops the run and makes sure that its newest whole checkpoint is elsewhere than on the VM. Returns "", or why
         that is impossible now."""
         vm, deadline = self.state.vm, self.now() + limit_s
+        self.has_log = vm.run != self.settings.run
         seen = self.probe(min(limit_s, 120))
         if seen is None:
             error = self.error
             if vm.is_at_risk:
                 self.ask_mirror(max(5, min(deadline - self.now(), LOOK_S)))
             return f"{error}; {vm.checkpoint} is on its disk alone" if vm.is_at_risk else ""
+        self.has_log = vm.run != self.settings.run
         if not vm.run:
             return ""
         if seen["state"] in ("running", "orphans"):
@@ -446,10 +458,10 @@ class Loop:
         if vm.run != self.settings.run:  # a name that the VM gave, and nobody here
             return (f"{vm.run}, which was not started here, has {vm.checkpoint} on its disk alone: fetch.sh brings it"
                     if vm.is_at_risk else "")
-        fetched = self.fetch(deadline - self.now())
+        self.has_log = self.fetch(deadline - self.now())
         if vm.is_at_risk:
             return f"{vm.checkpoint} is on its disk alone and could not be fetched: {self.error}"
-        if not fetched:
+        if not self.has_log:
             self.note(f"metrics and log could not be fetched: {self.error}")
         where = "here" if vm.is_home else "in the mirror" if vm.checkpoint else "nowhere: there is none"
         self.note(f"the newest checkpoint, {vm.checkpoint or 'none'}, is {where}")
@@ -466,8 +478,18 @@ class Loop:
         name = self.settings.name
         self.end(status, f"{name} is kept and costs {self.usd_text()}: delete.sh {name}")
 
+    def bring_home(self):
+        """As `rescue`, and tries again where only metrics and log are missing: one lost connection must not cost them.
+        The number of tries is limited, because the VM costs money."""
+        for _ in range(max(1, self.settings.patience)):
+            reason = self.rescue(self.stop_s())
+            if reason or self.has_log:
+                break
+            self.wait(self.settings.poll_s)
+        return reason
+
     def finish(self):
-        if reason := self.rescue(self.stop_s()):
+        if reason := self.bring_home():
             self.condition("kept", f"the run could not be fetched; trying again, while the VM costs money: {reason}")
         else:
             self.delete_and_end(0)
@@ -477,9 +499,12 @@ class Loop:
         if self.state.vm.state == "READY":
             log = self.call("logs", 60, "--tail=30").output
             self.journal.add("\n".join(line[:LINE] for line in log.splitlines()[-32:]))
-        while reason := self.rescue(self.stop_s()):
+        while reason := self.bring_home():
             self.condition("kept", f"the VM is kept until the last of the budget: {reason}")
             self.wait(self.settings.poll_s)
+            if self.look_up().state in ("absent", *GONE):
+                self.note(f"the VM is gone: {reason}")
+                break
         self.delete_and_end(1)
 
     def delete_and_end(self, status):
@@ -494,23 +519,24 @@ class Loop:
         # If nobody counted for a while, the budget may be overrun already; a checkpoint is still worth the margin.
         deadline = self.now() + max(self.count(), self.settings.margin_s)
         last = deadline - min(DELETE_S, self.settings.margin_s / 4)
-        seen = self.look_up(min(LOOK_S, (last - self.now()) / 4))
-        if text := of_another_kind(self.settings, seen):
-            self.end(2, text)
-        if seen.state == "unknown":
-            self.note(f"gcloud does not answer; the VM is asked itself: {seen.error}")
         try:
+            seen = self.look_up(min(LOOK_S, (last - self.now()) / 4))
+            if text := not_asked_for(self.settings, seen):
+                self.end(2, text)
+            if seen.state == "unknown":
+                self.note(f"gcloud does not answer; the VM is asked itself: {seen.error}")
             if seen.state not in ("absent", *GONE):
                 self.save_until(last)
         except Exception as error:
-            traceback.print_exc()
+            self.journal.add(traceback.format_exc())
             self.note(f"the watch itself failed ({error!r}): the VM is deleted")
         self.delete_until_absent()
         return 7
 
     def save_until(self, last):
         """Tries to save the run until the time `last`."""
-        while reason := self.rescue(max(10, last - self.now())):
+        while (reason := self.rescue(max(10, last - self.now()))) or not self.has_log:
+            reason = reason or f"metrics and log: {self.error}"
             self.condition("kept", reason)
             if self.now() + self.settings.poll_s + 15 >= last:
                 self.note(f"the last of the budget is needed to delete the VM. LOST: {reason}")

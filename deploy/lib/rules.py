@@ -18,6 +18,7 @@ class Seen(NamedTuple):
     run: dict | None = None  # what the VM itself says of its newest run; None: no answer, for the reason `error`
     error: str = ""
     is_permanent: bool = False  # no waiting mends the error
+    is_ours: bool = True  # False: this machine has no memory of its creation
 
 
 def decide(settings, state, seen):
@@ -25,7 +26,7 @@ def decide(settings, state, seen):
     tries, vm = replace(state.tries), state.vm
     if seen.state == "unknown":
         return tries, _unsure(settings, state, tries, seen)
-    if text := of_another_kind(settings, seen):
+    if text := not_asked_for(settings, seen):
         return tries, [("end", 2, text)]
     tries.refusals = 0
     actions = [("condition", "lookup", "")]
@@ -45,8 +46,11 @@ def decide(settings, state, seen):
     return tries, actions
 
 
-def of_another_kind(settings, seen):
+def not_asked_for(settings, seen):
     """Returns why a VM of this name is not the one that is asked for, or ""."""
+    if not seen.is_ours:
+        return (f"{settings.name} exists, and was not created from this machine: it may be somebody else's. Give "
+                f"another name, or, if it is yours, delete.sh {settings.name}")
     if seen.state in ("absent", "unknown") or (seen.type, seen.is_spot) == (settings.type, settings.spot):
         return ""
     return (f"{settings.name} exists as {seen.type}, spot: {seen.is_spot}. Give its --type and --on_demand, or another "

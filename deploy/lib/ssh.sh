@@ -119,16 +119,17 @@ end_if_it_fails() { # end_if_it_fails FIRST I COMMAND: for first_of; FIRST is th
 }
 
 # ask_limit ARGS sets the VM's own limit on every host, as set_limit ARGS. It prints "yes" if the VM may delete itself,
-# or else why not: only its own service account knows.
+# or else why not: only its own service account knows. It fails where a host could not be asked.
 ask_limit() {
-  local i script answer=""
+  local i script said answer=yes status=0
   # shellcheck disable=SC2016  # it is evaluated on the VM
   script="$(cat "$LIB/limit.sh")"$'\n''set_limit "$@" >&2; may_delete "$3"'
   aim
   for i in "${!TARGETS[@]}"; do
-    answer=$(limited 180 retry vm "$i" "$script" "$@" 2>&1 | LC_ALL=C tr -cd ' -~\n' | tail -n 1 |
-      cut -c 1-300) || true
-    [ "$answer" = yes ] || break
+    said=$(limited 180 retry vm "$i" "$script" "$@" 2>&1 | LC_ALL=C tr -cd ' -~\n' | tail -n 1 |
+      cut -c 1-300) || status=$?
+    [ "$said" = yes ] || answer=${said:-no answer}
   done
-  echo "${answer:-no answer}"
+  echo "$answer"
+  return $status
 }

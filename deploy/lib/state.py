@@ -3,6 +3,7 @@ import json
 import os
 import threading
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 
 from deploy.lib.from_vm import LARGEST, printable
@@ -32,6 +33,8 @@ def replace_file(path, text):
         part = path.with_name(f"{path.name}.{os.getpid()}")
         with open_private(part, "w") as file:
             file.write(text)
+            file.flush()
+            os.fsync(file.fileno())  # else some file systems have an empty file after a power failure
         part.replace(path)
         return True
     except OSError:
@@ -50,8 +53,10 @@ class Journal:
         self.add(f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())} {text}")
         if self.webhook:
             self._posts = [thread for thread in self._posts if thread.is_alive()]
-            self._posts.append(threading.Thread(target=post, args=(self.webhook, f"{self.name}: {text}"), daemon=True))
-            self._posts[-1].start()
+            thread = threading.Thread(target=post, args=(self.webhook, f"{self.name}: {text}"), daemon=True)
+            with suppress(RuntimeError):  # this user has too many processes; that must not end the watch
+                thread.start()
+                self._posts.append(thread)
 
     def add(self, text):
         """Prints a text and writes it to the journal, with escapes for control characters."""
@@ -151,6 +156,7 @@ class State:
     elapsed_s: float = 0
     spent_usd: float = 0
     pending_usd: float = 0  # what a creation cost if it made a VM
+    is_lost: bool = False  # whether there was a file that could not be read: what was spent is not known
 
     @classmethod
     def load(cls, path, now):
@@ -158,8 +164,10 @@ class State:
         no watch.sh ran is not counted."""
         try:
             state = _read(cls, dict(json.loads(path.read_text())))
-        except (OSError, ValueError, TypeError, RecursionError):
+        except FileNotFoundError:
             state = cls()
+        except (OSError, ValueError, TypeError, RecursionError):
+            state = cls(is_lost=True)
         if not state.counted_at or not (state.existed or state.creating or state.vm.exists):
             state.counted_at = now
         return state
@@ -174,15 +182,23 @@ class State:
         seconds = max(0, now - self.counted_at)  # if the clock was set back, the spending stays
         usd = usd_per_hour * seconds / 3600
         if self.vm.exists or self.existed:
-            self.spent_usd += self.pending_usd + usd
-            self.pending_usd = 0
+            self.charge()
+            self.spent_usd += usd
         else:
             self.pending_usd = self.pending_usd + usd if self.creating else 0
         self.elapsed_s += seconds
         self.counted_at, self.existed = now, self.vm.exists
 
+    def charge(self):
+        """Counts what a creation has cost: there was a VM."""
+        self.spent_usd += self.pending_usd
+        self.pending_usd = 0
+
     def left_s(self, settings, usd_per_hour):
-        """Returns for how many seconds the budget lasts if a VM of this price exists."""
+        """Returns for how many seconds the budget lasts if a VM of this price exists. A budget of which it is not known
+        how much was spent is at its end."""
+        if self.is_lost:
+            return 0
         left = [float("inf")]
         if settings.max_hours is not None:
             left.append(3600 * settings.max_hours - self.elapsed_s)

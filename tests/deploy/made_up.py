@@ -5,7 +5,7 @@ from deploy.lib.settings import Settings
 from deploy.lib.state import Journal, State, Vm
 
 READY = {"state": "READY", "health": "HEALTHY", "zone": "us-west4-a", "id": "1", "created": "2026", "type": "v6e-4",
-         "ips": "192.0.2.1", "spot": "True"}
+         "ips": "192.0.2.1", "spot": "True", "remembered": "1"}
 RUNNING = {"state": "running", "run": "d16", "steps": "00100/00500", "log_age_s": "3", "checkpoint": "step_000100",
            "mirrored": "step_000100", "mirror_behind_s": "0", "checkpoint_bytes": "1000"}
 

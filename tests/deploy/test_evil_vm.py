@@ -149,7 +149,7 @@ def test_a_state_that_cannot_be_used_is_as_one_that_is_missing(tmp_path, value):
     assert state == State(vm=Vm(state="READY"), counted_at=9) and state.vm.transfer_s() == 0
     for text in ("[" * 100_000, "[1]", '{"vm": 5, "spent_usd": 1e999}', "\xff", ""):
         path.write_text(text)
-        assert State.load(path, 9) == State(counted_at=9)
+        assert State.load(path, 9) == State(counted_at=9, is_lost=text != '{"vm": 5, "spent_usd": 1e999}')
 
 
 def test_watch_fetches_the_run_that_it_started_and_not_the_one_that_the_vm_names(tmp_path):

@@ -206,12 +206,16 @@ def test_a_pod_that_lost_the_run_on_one_vm_is_started_again_on_all(world):
 
 
 @pytest.mark.slow
-def test_a_vm_of_another_type_or_price_is_refused(world):
+def test_a_vm_of_another_type_or_price_or_machine_is_refused(world):
     world.laptop.run("create.sh", "nano", "--on_demand")
     assert "exists as v5litepod-8, spot: False" in world.end(world.watch(), 2)
     assert "exists as v5litepod-8" in world.end(world.watch("--on_demand", "--type=v5litepod-4"), 2)
     world.cloud.node("nano")["state"] = "STOPPED"
     assert "somebody stopped nano" in world.end(world.watch("--on_demand"), 1)
+    [memory] = (world.laptop.home / ".local/state/nanochat/vms").glob("*/*/nano")
+    memory.unlink()
+    refused = world.end(world.watch("--on_demand", state=world.laptop.home / "colleague"), 2)
+    assert "nano exists, and was not created from this machine" in refused
     assert world.cloud.node("nano")
 
 
@@ -264,7 +268,9 @@ def test_a_failure_of_watch_itself_is_reported_with_a_status_that_systemd_restar
     assert "70" not in (ROOT / "deploy/watch.service").read_text()
 
 
-def test_the_spending_of_an_earlier_version_is_not_forgotten(settings):
-    (settings.state / "spent").write_text("1 2 3 READY\n")
+@pytest.mark.parametrize("name", ["spent", "known.json", "ended"])
+def test_what_an_earlier_version_knew_is_not_forgotten(settings, name):
+    """Else a run that it finished would be started again, at a boot for example."""
+    (settings.state / name).write_text("1 2 3 READY\n")
     with pytest.raises(BadInput, match="delete.sh nano"):
         watch.watch(settings, {})

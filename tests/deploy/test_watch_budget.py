@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from deploy.lib.calls import TIMED_OUT
+from deploy.lib.calls import TIMED_OUT, Result
 from deploy.lib.loop import BudgetReached
 from deploy.lib.settings import Settings
 from deploy.lib.state import State, Vm
@@ -54,6 +54,14 @@ def test_an_error_of_this_program_ends_neither_the_watch_nor_its_budget(world):
     assert world.loop().run() == 7 and world.vm is None and world.state.spent_usd <= 1
     assert "the watch itself failed (ZeroDivisionError()); it goes on after 10 s" in world.text()
     assert "KeyError" in world.text() and "ValueError" in world.text()
+
+
+def test_an_error_that_nobody_can_be_told_and_one_of_the_look_delete_the_vm_nevertheless(world, monkeypatch):
+    """The disk is full, and with it the file to which stderr goes."""
+    monkeypatch.setattr("sys.stderr", open("/dev/full", "w", buffering=1))
+    world.state.spent_usd = 5
+    world.fails["vm"] = lambda flags: 1 / 0
+    assert world.loop().run() == 7 and world.vm is None
 
 
 def test_the_reserve_follows_from_the_size_of_the_checkpoint_and_the_measured_rate(world):
@@ -159,9 +167,61 @@ def test_a_vm_that_the_state_does_not_know_is_saved_before_it_is_deleted(world):
     assert world.vm is None and world.done.index("stop_run") < world.done.index("delete")
 
 
-def test_a_vm_of_another_kind_is_not_deleted_at_the_end_of_the_budget(world):
-    world.state, world.vm["type"] = State(counted_at=world.now, spent_usd=5), "v5litepod-4"
-    assert world.loop().run() == 2 and world.done == ["vm"]
+@pytest.mark.parametrize("name, value", [("type", "v5litepod-4"), ("remembered", "")])
+@pytest.mark.parametrize("spent_usd", [0, 5])
+def test_a_vm_of_another_kind_or_of_somebody_else_is_neither_counted_nor_used_nor_deleted(
+        world, name, value, spent_usd):
+    world.state, world.vm[name] = State(counted_at=world.now, spent_usd=spent_usd), value
+    assert world.loop().run() == 2 and not {"delete", "stop_run", "setup"} & {*world.done}
+    assert value or world.state.spent_usd == spent_usd and world.done == ["vm"]
+
+
+def test_a_vm_whose_creation_was_interrupted_is_ours_whatever_is_remembered(world):
+    world.state, world.vm["remembered"] = State(counted_at=world.now, creating=True), ""
+    polls(world.loop(), 3)
+    assert world.state.vm.id == "1"
+
+
+def test_a_vm_that_never_became_healthy_has_cost_money_and_one_that_was_never_there_has_not(world):
+    for text, spent in (("nano in us-west4-a: CREATING ", 0), ("nano in us-west4-a: READY UNHEALTHY_TENSORFLOW", 0.25)):
+        world.state, world.vm = State(counted_at=world.now), None
+        loop = world.loop()
+
+        def create(verb, limit_s, *flags, loop=loop, text=text):
+            if verb != "create":
+                return world(verb, limit_s, *flags)
+            loop.wait(900)
+            return Result(5, f"{text}\nerror: no VM in us-west4-a after 1 rounds\n")
+
+        loop.call = create
+        polls(loop, 1)
+        loop.count()
+        assert world.state.spent_usd == pytest.approx(spent, abs=0.01) and not world.state.creating
+
+
+def test_a_login_that_expired_before_the_creation_costs_nothing(world):
+    world.state, world.vm, world.fails["create"] = State(counted_at=world.now), None, 4
+    polls(world.loop(), 200)
+    assert not world.state.creating and world.state.pending_usd == 0
+
+
+def test_a_budget_of_which_nobody_knows_what_was_spent_is_over(world):
+    path = world.settings.state / "state.json"
+    path.write_text('{"spent_usd": 4')
+    world.state = State.load(path, world.now)
+    assert world.loop().run() == 7 and world.vm is None
+    assert world.done.index("stop_run") < world.done.index("delete") and world.state.spent_usd < 0.2
+
+
+@pytest.mark.parametrize("failing", ["run", "fetch"])
+def test_one_lost_connection_at_the_end_of_the_budget_costs_neither_the_last_steps_nor_the_log(world, failing):
+    world.settings = replace(world.settings, flags=("--run=d16", "--checkpoint_mirror=gs://b/x"))
+    world.answer_stop_run = lambda flags: world.run.update(state="ended", exit="75") or "run d16 ended\n"
+    world.state.spent_usd, failures = 5, [255]
+    world.fails[failing] = lambda flags: failures.pop() if failures else None
+    assert world.loop().run() == 7 and world.vm is None
+    fetches = [index for index, what in enumerate(world.done) if what == "fetch"]
+    assert len(fetches) == (2 if failing == "fetch" else 1) and world.done.index("stop_run") < fetches[-1]
 
 
 def test_a_vm_that_answers_is_not_gone_whatever_gcloud_finds(world):

@@ -15,6 +15,7 @@ from deploy.lib import calls, catalogue
 from deploy.lib.calls import TIMED_OUT, Calls, end_orphan
 from deploy.lib.loop import Loop
 from deploy.lib.state import Journal, State, Tries, Vm
+from nanochat.common import BadInput
 from nanochat.device import tpu
 from tests.deploy.conftest import ROOT, eventually
 from tests.deploy.made_up import World
@@ -87,9 +88,12 @@ def test_a_script_that_a_killed_watch_left_behind_is_ended_and_another_process_i
     assert not is_running(child) and not state.group and "hang.sh" in journal.path.read_text()
     with suppress(ChildProcessError):  # Popen has reaped it
         os.waitpid(group, 0)
-    stranger = subprocess.Popen(["sleep", "60"], start_new_session=True)
-    assert not end_orphan(settings, stranger.pid) and stranger.poll() is None  # as after a reboot
-    stranger.send_signal(signal.SIGKILL)
+    stranger = subprocess.Popen(["sh", "-c", "sleep 60; : an editor with nano.txt"], start_new_session=True)
+    assert not end_orphan(settings, "hang.sh", stranger.pid) and stranger.poll() is None  # as after a reboot
+    with monkeypatch.context() as patch:
+        patch.setenv("PATH", "")
+        assert not end_orphan(settings, "hang.sh", stranger.pid)  # without ps
+    os.killpg(stranger.pid, signal.SIGKILL)
     stranger.wait()
 
 
@@ -125,7 +129,7 @@ class Server:
         self.server.server_close()
 
 
-def test_the_webhook_gets_every_line_as_it_is_and_does_not_hold_the_watch_up(tmp_path):
+def test_the_webhook_gets_every_line_as_it_is_and_does_not_hold_the_watch_up(tmp_path, monkeypatch):
     server = Server(lambda path: {})
     journal = Journal(tmp_path, "nano", f"{server.url}/secret")
     journal.note('a "quoted" \\ line\nand another')
@@ -135,6 +139,9 @@ def test_the_webhook_gets_every_line_as_it_is_and_does_not_hold_the_watch_up(tmp
     silent = threading.Event()
     slow = Server(lambda path: {})
     slow.server.process_request = lambda *_: silent.wait(20)  # it accepts and never answers
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: exec("raise RuntimeError"))
+    Journal(tmp_path, "nano", slow.url).note("no process is left for the webhook")
+    monkeypatch.undo()
     started = time.monotonic()
     Journal(tmp_path, "nano", slow.url).note("x")
     assert time.monotonic() - started < 10  # curl gives up after 10 s
@@ -188,6 +195,8 @@ def test_a_zone_that_the_table_does_not_know_counts_at_the_dearest_price_and_tha
     assert said == [f"the price in us-a is not known: {by_zone['us-a']:.2f} USD an hour counts, the dearest of the "
                     "table"]
     assert catalogue.hourly_prices(replace(settings, type="v4-8"), said.append) is None
+    with pytest.raises(BadInput):
+        catalogue.hourly_prices(replace(settings, type="v9-8", usd_per_hour=1), said.append)
 
 
 @pytest.mark.parametrize("flags, usd", [("--usd_per_hour=0", "0"), ("--zones=us-west4-a", "2.04"),
@@ -213,5 +222,6 @@ def test_the_state_survives_and_one_that_cannot_be_read_is_none(tmp_path):
     state = State(["--run=a"], "finished", 1, True, Vm("READY", id="1", bytes_per_s=2e6), Tries(2), "push.sh", 7, 5.0)
     assert state.save(tmp_path / "state.json") and State.load(tmp_path / "state.json", 9) == state
     (tmp_path / "state.json").write_text("{")
-    assert State.load(tmp_path / "state.json", 9) == State(counted_at=9)
+    assert State.load(tmp_path / "state.json", 9) == State(counted_at=9, is_lost=True)
+    assert State.load(tmp_path / "none.json", 9) == State(counted_at=9)
     assert not state.save(tmp_path / "no_such_folder/state.json")

@@ -66,6 +66,49 @@ def test_a_checkpoint_that_the_mirror_has_is_not_fetched(world):
     assert not (world.settings.to / "d16").exists() and "step_000100, is in the mirror" in world.text()
 
 
+@pytest.mark.parametrize("failing", ["run", "fetch"])
+@pytest.mark.parametrize("times", [1, 100])
+def test_metrics_and_log_are_fetched_again_after_a_lost_connection_but_not_for_ever(world, failing, times):
+    world.run |= {"state": "ended", "exit": "0"}
+    failures = [255] * times
+    world.fails[failing] = lambda flags: failures.pop() if failures and len(world.done) > 2 else None
+    with pytest.raises(End) as end:
+        polls(world.loop(), 1)
+    assert end.value.status == 0 and world.vm is None
+    assert world.done.count("fetch") == {("run", 1): 1, ("run", 100): 0, ("fetch", 1): 2, ("fetch", 100): 3}[
+        failing, times]
+
+
+def test_a_checkpoint_that_did_not_arrive_is_not_taken_for_fetched(world):
+    world.run |= {"state": "ended", "exit": "0", "checkpoint": "step_000200"}
+    world.answer_fetch = lambda flags: "run d16 is here\n"
+    polls(world.loop(), 3)
+    assert "delete" not in world.done and "step_000200 is on its disk alone" in world.text()
+
+
+def test_a_vm_that_goes_while_it_is_kept_is_not_waited_for(world):
+    world.run |= {"state": "ended", "exit": "2", "checkpoint": "step_000200"}
+
+    def fetch(flags):
+        world.vm["state"] = "PREEMPTED"
+        return 1
+
+    world.fails["fetch"] = fetch
+    with pytest.raises(End) as end:
+        world.loop().poll()
+    assert end.value.status == 1 and world.now < 1_010_000
+
+
+def test_a_limit_that_could_not_be_set_is_set_later(world):
+    world.state.vm.has_limit, world.fails["limit"] = False, 255
+    loop = world.loop()
+    polls(loop, 3)
+    assert world.done.count("limit") == 3 and world.text().count("may not delete itself") == 1
+    del world.fails["limit"]
+    polls(loop, 3)
+    assert world.done.count("limit") == 4 and world.state.vm.deletes_itself
+
+
 def test_a_silent_vm_is_kept_only_if_its_disk_alone_has_the_newest_checkpoint(world):
     loop = world.loop()
     world.run |= {"checkpoint": "step_000200"}
