@@ -60,7 +60,7 @@ free_gb=$(($(df -Pk "$BASE" | awk 'NR == 2 { print $4 }') / 1000000))
   fail "no parquet shards in $BASE/parquet/base_data_v3: data.sh first, or --data_dir, or --synthetic_data"
 [ -n "$(find -L "$code/tokenizer" "$BASE/tokenizer" -size +100k -print -quit 2>/dev/null)" ] ||
   fail "no tokenizer: push.sh"
-find "$D/runs" -maxdepth 1 -name 'start.*' -mmin +60 -exec rm -r {} +
+find "$D/runs" -maxdepth 1 -type d -name 'start.*' -mmin +60 -exec rm -r {} +
 mkdir -p "$next"
 echo "$run" >"$next/run"
 printf '%q ' "$@" >"$next/flags"

@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 import traceback
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -121,9 +122,9 @@ def take(lock, settings):
         lock.seek(0)
         print(f"error: {settings.name} is watched by process {lock.read().strip()}", file=sys.stderr)
         return False
-    lock.truncate(0)
-    lock.write(f"{os.getpid()}\n")
-    lock.flush()
+    with suppress(OSError):  # the number is for people, and the disk may be full
+        os.ftruncate(lock.fileno(), 0)
+        os.write(lock.fileno(), f"{os.getpid()}\n".encode())
     return True
 
 

@@ -98,7 +98,8 @@ def end_group(group, process=None, patience_s=5):
         except (ProcessLookupError, PermissionError):  # macOS answers EPERM when only zombies are left
             break
     if process:
-        process.wait()
+        with suppress(subprocess.TimeoutExpired):  # a process that waits for a broken disk cannot even be killed
+            process.wait(patience_s)
 
 
 def end_orphan(settings, script, group):
@@ -106,7 +107,7 @@ def end_orphan(settings, script, group):
     After a reboot the number may belong to another program, so its command line must name the script and the VM."""
     try:
         lines = subprocess.run(["ps", "-A", "-ww", "-o", "pgid=", "-o", "command="], capture_output=True, text=True,
-                               timeout=30).stdout.splitlines()
+                               errors="replace", timeout=30).stdout.splitlines()
     except (OSError, subprocess.SubprocessError):  # the watch of the VM matters more
         return False
     words = [line.split(None, 1) for line in lines]

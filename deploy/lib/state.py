@@ -31,8 +31,8 @@ def replace_file(path, text):
     """Writes a file in one rename. Returns whether that worked: on a full disk the old file stays."""
     try:
         part = path.with_name(f"{path.name}.{os.getpid()}")
-        with open_private(part, "w") as file:
-            file.write(text)
+        with open_private(part, "wb") as file:
+            file.write(text.encode())  # not in the locale's encoding, in which nobody reads it
             file.flush()
             os.fsync(file.fileno())  # else some file systems have an empty file after a power failure
         part.replace(path)

@@ -204,7 +204,12 @@ def test_a_trace_of_setup_shows_no_key(laptop):
 
 
 def test_train_starts_detached_and_returns_at_the_first_log_line(laptop, vm):
+    log = vm.home / "nanochat.d/runs/start.a.log"  # of a run with the name start.a
+    log.parent.mkdir(parents=True, exist_ok=True)
+    log.write_text("old")
+    os.utime(log, (0, 0))
     output = train(laptop, vm, "--run=d16", "--num_iterations=1000", "--text=two words; $(touch /tmp/no)")
+    assert log.exists()
     assert "scripts.base_train --run=d16" in output and "step 00001/01000" in output
     assert "step 00100" not in output
     assert "another run" not in output and "another run is running: d16" in train(laptop, vm, "--run=other", status=6)

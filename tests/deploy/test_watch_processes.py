@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from contextlib import suppress
@@ -11,6 +12,7 @@ from dataclasses import replace
 
 import pytest
 
+from deploy import watch
 from deploy.lib import calls, catalogue
 from deploy.lib.calls import TIMED_OUT, Calls, end_orphan
 from deploy.lib.loop import Loop
@@ -66,6 +68,29 @@ def test_a_script_that_hangs_is_ended_with_its_children_though_they_ignore_sigte
     assert not is_running((tmp_path / "child").read_text().strip())
 
 
+def test_a_process_that_cannot_be_killed_holds_nobody_up():
+    """As one that waits for a broken disk."""
+    class Stuck:
+        def poll(self):
+            return None
+
+        def wait(self, timeout=None):
+            assert timeout
+            raise subprocess.TimeoutExpired("stuck", timeout)
+
+    calls.end_group(2**22 + 1, Stuck())
+
+
+def test_neither_a_full_disk_nor_the_locale_keeps_a_watch_from_beginning(settings, tmp_path):
+    with open("/dev/full", "a+") as lock:
+        assert watch.take(lock, settings)
+    script = ("import pathlib, sys; from deploy.lib.state import replace_file; "
+              "sys.exit(not replace_file(pathlib.Path(sys.argv[1]), '# \\u2026'))")
+    subprocess.run([sys.executable, "-c", script, tmp_path / "config.env"], cwd=ROOT, check=True, env={
+        "PATH": os.environ["PATH"], "LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"})
+    assert (tmp_path / "config.env").read_bytes() == "# …".encode()
+
+
 def test_a_script_that_cannot_be_started_is_an_answer_and_no_end_of_the_watch(settings):
     assert "gone.sh could not be started" in Calls(settings)("gone", 1).last_line
 
@@ -90,7 +115,11 @@ def test_a_script_that_a_killed_watch_left_behind_is_ended_and_another_process_i
         os.waitpid(group, 0)
     stranger = subprocess.Popen(["sh", "-c", "sleep 60; : an editor with nano.txt"], start_new_session=True)
     assert not end_orphan(settings, "hang.sh", stranger.pid) and stranger.poll() is None  # as after a reboot
+    (tmp_path / "ps").write_text("#!/bin/sh\nprintf '1 \\377\\n'")
+    (tmp_path / "ps").chmod(0o755)
     with monkeypatch.context() as patch:
+        patch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+        assert not end_orphan(settings, "hang.sh", stranger.pid)  # with a command line in no known encoding
         patch.setenv("PATH", "")
         assert not end_orphan(settings, "hang.sh", stranger.pid)  # without ps
     os.killpg(stranger.pid, signal.SIGKILL)
