@@ -73,7 +73,8 @@ check_limit() {
 
 # try ZONE creates the VM there. It returns 0 when the VM is ready; otherwise it deletes the VM, sets REASON, returns 1.
 try() {
-  local zone=$1 creator status="" deadline=$((SECONDS + WAIT_S))
+  local zone=$1 creator status="" before="" deadline=$((SECONDS + WAIT_S))
+  [ ! -f "$MEMORY/$PROJECT/$zone/$NAME" ] || before=1
   remember "$NAME" "$zone"
   set -m  # a process group, all of which can be ended: a gcloud that is left behind may still create the VM
   [ -z "$MAX_HOURS" ] || write_limit "$zone"
@@ -101,6 +102,11 @@ try() {
   # It is somebody else's VM, or one that gcloud overlooked a moment ago: it may train, so it is not deleted.
   ! grep -q -e ALREADY_EXISTS -e 'already exists' "$TMP/create" || die 6 "$NAME exists already in $zone"
   ZONES=$zone lookup "$NAME"
+  case $VM_STATE:$before:$REASON in
+    unknown:1:*) die 1 "$NAME may still exist in $zone, and cost money: delete.sh $NAME; $VM_ERROR" ;;
+    absent:* | unknown:*) ;;
+    *:1:* | *:quota | *:permanent) die 6 "$NAME exists already in $zone" ;;  # these made none
+  esac
   # The next zone is tried only when this one holds no VM: two VMs would cost twice, and only one would be found.
   if [ "$VM_STATE" = absent ]; then
     case $REASON in stockout | quota | permanent) forget "$NAME" "$zone" ;; esac  # else it may still come

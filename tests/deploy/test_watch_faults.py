@@ -13,9 +13,11 @@ def world(laptop):
     world.close()
 
 
-def test_create_does_not_delete_a_vm_that_gcloud_overlooked(world):
+@pytest.mark.parametrize("fault", [None, "quota", "stockout"])
+def test_create_does_not_delete_a_vm_that_gcloud_overlooked(world, fault):
+    """Whatever the API says before it notices that the VM is there."""
     world.laptop.run("create.sh", "nano")
-    node, world.cloud.hidden = world.cloud.node("nano"), 1
+    node, world.cloud.hidden, world.cloud.faults["us-a"] = world.cloud.node("nano"), 1, [fault]
     output = world.laptop.run("create.sh", "nano", "--poll_s=3", status=6)
     assert "nano exists already in us-a" in output and world.cloud.node("nano") is node
 
