@@ -93,10 +93,11 @@ each() {
 }
 
 # first_of COMMAND runs COMMAND I for every host I, all concurrently, until that of host 0 ends, and returns its status.
-# If another fails first, host 0 has $LAST_WORDS_S to end by itself, as a run does; the other's status is returned.
+# The others then have 5 s for their last lines. If another fails first, host 0 has $LAST_WORDS_S to end by itself, as a
+# run does; the other's status is returned.
 : "${LAST_WORDS_S:=30}"
 first_of() (
-  local first i
+  local first i status
   trap 'kill -- $(jobs -p | sed "s/^/-/") 2>/dev/null || true' EXIT
   trap 'exit 130' INT
   trap 'exit 143' TERM
@@ -107,7 +108,13 @@ first_of() (
     [ "$i" = 0 ] || end_if_it_fails "$first" "$i" "$@" </dev/null &
   done
   set +m
-  wait "$first" || { i=$?; exit "$(cat "$TMP/failed" 2>/dev/null || echo $i)"; }
+  status=0
+  wait "$first" || status=$?
+  for ((i = 0; i < 50; i++)); do
+    [ -n "$(jobs -rp)" ] || break
+    sleep 0.1
+  done
+  [ "$status" = 0 ] || exit "$(cat "$TMP/failed" 2>/dev/null || echo "$status")"
 )
 end_if_it_fails() { # end_if_it_fails FIRST I COMMAND: for first_of; FIRST is the process group of host 0
   local status=0

@@ -381,5 +381,5 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
 def test_the_benchmark_runs(shards, capsys):
     bench_loader.main([f"--data_dir={shards[0].parent}", "--max_seq_len=128", "--rounds=1"])
     report = capsys.readouterr().out
-    assert "times as fast as tokenizer alone" in report and "times as fast as without" in report
+    assert "times as fast as tokenizer alone" in report
     assert "best fit, cropping the rest" in report
