@@ -191,6 +191,20 @@ class Loop:
             self.note(f"gcloud's operations say that the VM was deleted at {at}: it has cost nothing since")
         self.forget_vm()
 
+    def count_lost_creation(self):
+        """Counts the VM of a creation that was interrupted, if it is gone: it may have deleted itself at its limit."""
+        if not self.state.creating:
+            return
+        answers = [self.call("lib/look", LOOK_S, "--what=end", f"--zones={zone}") for zone in self.settings.zones]
+        gone_at = max(number(answer.fields.get("deleted_at")) for answer in answers)
+        self.count()
+        if self.state.creating_at <= gone_at <= self.now():
+            after_usd = self.usd() * (self.state.counted_at - gone_at) / 3600
+            self.state.pending_usd = max(0, self.state.pending_usd - after_usd)
+            self.state.charge()
+            self.note("the creation that was interrupted had made a VM, which is deleted by now")
+        self.state.pending_usd = 0
+
     def forget_vm(self):
         self.count()
         self.state.vm, self.state.existed = Vm(), False
@@ -250,7 +264,8 @@ class Loop:
     def create(self):
         """Creates the VM; before that, it writes down that one may exist. Returns whether there is one."""
         tries = self.state.tries
-        self.state.creating = True
+        self.count_lost_creation()
+        self.state.creating, self.state.creating_at = True, self.now()
         if not self.save():  # nobody would count what it costs
             self.state.creating = False
             return False
@@ -372,6 +387,7 @@ class Loop:
             if absent < wanted:
                 self.wait(self.settings.poll_s)
         self.forget_lost_vm()
+        self.count_lost_creation()
         self.state.creating = False
         self.save()
 

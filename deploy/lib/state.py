@@ -156,6 +156,7 @@ class State:
     elapsed_s: float = 0
     spent_usd: float = 0
     pending_usd: float = 0  # what a creation cost if it made a VM
+    creating_at: float = 0  # when it began
     is_lost: bool = False  # whether there was a file that could not be read: what was spent is not known
 
     @classmethod

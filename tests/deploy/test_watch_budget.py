@@ -199,6 +199,16 @@ def test_a_vm_that_never_became_healthy_has_cost_money_and_one_that_was_never_th
         assert world.state.spent_usd == pytest.approx(spent, abs=0.01) and not world.state.creating
 
 
+@pytest.mark.parametrize("lasted_h, spent", [(0.8, 0.8), ("", 0), (-1, 0)])
+def test_a_vm_of_an_interrupted_creation_counts_though_it_has_deleted_itself_since(world, lasted_h, spent):
+    """The watch was killed while create.sh went on. A deletion before the creation was that of another VM."""
+    began_at = world.now - 10 * HOUR
+    world.state, world.vm = State(counted_at=began_at, creating=True, creating_at=began_at), None
+    world.deleted_at = lasted_h and int(began_at + lasted_h * HOUR)
+    assert world.loop().run() == 7
+    assert world.state.spent_usd == pytest.approx(spent, abs=0.05) and not world.state.creating
+
+
 def test_a_login_that_expired_before_the_creation_costs_nothing(world):
     world.state, world.vm, world.fails["create"] = State(counted_at=world.now), None, 4
     polls(world.loop(), 200)
