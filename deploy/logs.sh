@@ -27,4 +27,4 @@ if [ ${#TARGETS[@]} = 1 ]; then vm 0 "$SCRIPT" "$TAIL"; exit; fi
 follow() {
   if [ "$1" = 0 ]; then vm 0 "$SCRIPT" "$TAIL" 2>&1 | sed 's/^/[worker 0] /'; else vm "$1" "$SCRIPT" "$TAIL"; fi
 }
-first_of follow
+LAST_LINES_S=5 first_of follow

@@ -93,9 +93,9 @@ each() {
 }
 
 # first_of COMMAND runs COMMAND I for every host I, all concurrently, until that of host 0 ends, and returns its status.
-# The others then have 5 s for their last lines. If another fails first, host 0 has $LAST_WORDS_S to end by itself, as a
-# run does; the other's status is returned.
-: "${LAST_WORDS_S:=30}"
+# The others then have $LAST_LINES_S to end, too. If another fails first, host 0 has $LAST_WORDS_S to end by itself, as
+# a run does; the other's status is returned.
+: "${LAST_WORDS_S:=30}" "${LAST_LINES_S:=0}"
 first_of() (
   local first i status
   trap 'kill -- $(jobs -p | sed "s/^/-/") 2>/dev/null || true' EXIT
@@ -110,7 +110,7 @@ first_of() (
   set +m
   status=0
   wait "$first" || status=$?
-  for ((i = 0; i < 50; i++)); do
+  for ((i = 0; i < 10 * LAST_LINES_S; i++)); do
     [ -n "$(jobs -rp)" ] || break
     sleep 0.1
   done
