@@ -15,9 +15,11 @@ parse "WHAT VM_ID VM_IPS BYTES MAX_HOURS MARGIN_S" "$@"
 NAME=${ARGS[0]:-$NAME}
 if [ "$WHAT" = vm ]; then
   lookup "$NAME"
+  remembered=""
+  case ",$REMEMBERED," in *",$VM_ZONE,"*) remembered=1 ;; esac
   printf '%s\n' "state=$VM_STATE" "health=$VM_HEALTH" "zone=$VM_ZONE" "id=$VM_ID" "created=$VM_CREATED" \
     "type=$VM_TYPE" "ips=$VM_IPS" "spot=$VM_SPOT" "error=$VM_ERROR" "permanent=${VM_PERMANENT:-}" \
-    "remembered=$(case ",$REMEMBERED," in *",$VM_ZONE,"*) echo 1 ;; esac)"
+    "remembered=$remembered"
   exit 0
 fi
 case $WHAT in
