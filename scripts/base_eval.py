@@ -81,7 +81,7 @@ def evaluate_checkpoint(flags, path, seq_len, shards, mesh, dist):
         whole = " (the whole text, which is shorter than --eval_tokens)"
     print0(f"{about}: {found.bits_per_byte:.4f} bits per byte over {found.num_bytes:,} bytes{whole}")
     if tokenizer.losses:
-        print0(f"note: these bytes are what the tokens stand for. Not all text comes back: {tokenizer.losses}")
+        print0(f"note: these are the bytes of the files. Not all text comes back from its tokens: {tokenizer.losses}")
 
 
 def print_middles(tokenizer, seed, evaluate):

@@ -25,7 +25,8 @@ from nanochat.common import SOURCE, BadInput
 from nanochat.data.tokenizer_files import SPECIAL_TOKENS, hash_of
 
 FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")  # only the first must be there
-MOST_IDS = 1 << 22  # real vocabularies have up to 2^18
+ID_BITS = 20  # of a token in the rows of an evaluation; see HubTokenizer.with_lost_bytes
+MOST_IDS = (1 << ID_BITS) - 1  # real vocabularies have up to 2^18
 SPACE = "\u2581"  # how sentencepiece writes a space
 BYTE = re.compile("<0x([0-9A-F]{2})>")  # how it writes a byte
 CONTROL = re.compile(r"<[^<>\s]+>|\[[A-Z_]+\]")  # not all control tokens are marked as special: Qwen's for gaps are not
@@ -65,6 +66,7 @@ class HubTokenizer:
     """Encodes and decodes text as tokenizer.Tokenizer does. Threads may share it and encode concurrently: encoding
     releases the GIL."""
     suffix_first = False  # in a document with a gap
+    _says_lost_bytes = False
 
     def __init__(self, files):
         """files: {name: content} of FILES, as bytes. Raises ValueError, KeyError, TypeError or AttributeError if they
@@ -193,16 +195,34 @@ class HubTokenizer:
         """Returns the ids of `text` (str or bytes) as a uint32 array."""
         return np.array(self.encode(text), np.uint32)
 
+    def with_lost_bytes(self):
+        """Returns this tokenizer for the rows of an evaluation, which divides by the bytes of the file: each text's
+        tokens hold, in the bits above ID_BITS, how many more bytes the text has than they stand for (see `losses`)."""
+        found = object.__new__(HubTokenizer)
+        found.__dict__ = self.__dict__ | {"_says_lost_bytes": True}
+        return found
+
+    def _encode_for_rows(self, text):
+        ids = self.encode(text)
+        if not self._says_lost_bytes or not ids:
+            return ids
+        data = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
+        lost = len(data) - len(self.decode_bytes(ids))  # below 0 where NFC makes the text longer
+        # Evenly: whole texts then count exactly, and parts of one as a row's end cuts it nearly so.
+        shares = np.diff(np.arange(len(ids) + 1) * lost // len(ids)).clip(-1024, 1023)
+        return (np.array(ids) + (shares << ID_BITS)).astype(np.uint32).tolist()
+
     def encode_documents(self, texts):
         """Returns a list with a memoryview of uint32 for each text (str or bytes): BOS and the ids of the text."""
-        return [np.array([self.bos_id, *self.encode(text)], np.uint32).data for text in texts]
+        return [np.array([self.bos_id, *self._encode_for_rows(text)], np.uint32).data for text in texts]
 
     def encode_infills(self, infills):
         """Returns what Tokenizer.encode_infills does."""
         before_prefix, before_suffix, before_middle = map(self.special, LENT)
         found = []
         for infill in infills:
-            prefix, suffix, middle = (self.encode(text.encode("utf-8", "surrogateescape")) for text in infill)
+            texts = [text.encode("utf-8", "surrogateescape") for text in infill]
+            prefix, suffix, middle = map(self._encode_for_rows, texts)
             around = [before_prefix, *prefix, before_suffix, *suffix]
             second = 2 + len(prefix)
             if self.suffix_first:

@@ -243,6 +243,7 @@ class DataLoader(Loader):
     state: the lane states of all ranks in one dict, saved with any world size; None begins a new run.
     num_rows: for an evaluation, rows 0 to num_rows - 1 of a new run. It ends with the batch of the last row, or where
         the data ends, after equally many batches on every rank. No document repeats: missing rows are lanes.PADDING.
+        For bits_per_byte, its tokens say which bytes they lost, see HubTokenizer.with_lost_bytes.
     infilling: rewrites documents for fill in the middle, see fim.py.
 
     Raises BadInput for unusable data, sizes or states. `next()` raises errors of the background threads. Close the
@@ -257,6 +258,8 @@ class DataLoader(Loader):
             self.is_small = True
             self._part = slice(rows.rank, None, rows.world_size)
             rows = replace(rows, batch_size=rows.batch_size * rows.world_size, rank=0, world_size=1, num_lanes=1)
+        if num_rows is not None and tokenizer.losses:
+            tokenizer = tokenizer.with_lost_bytes()
         self._shared = shared_by_lanes(shards, tokenizer, rows, infilling)
         super().__init__(settings_of(shards, tokenizer, infilling), rows, num_documents, state=state,
                          num_rows=num_rows, threads=threads)

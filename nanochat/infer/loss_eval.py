@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from nanochat.common import BadInput, Failure
+from nanochat.data.hub_tokenizer import ID_BITS
 from nanochat.data.lanes import PADDING
 from nanochat.data.loader import Batch
 from nanochat.data.tokenizer import FIM_TOKENS
@@ -88,7 +89,7 @@ def _require_none(num_failed, loader):
         raise NotRead(loader.problem or "another rank cannot read the text")
 
 
-# Bits per byte = sum of the tokens' losses / (ln 2 × sum of the tokens' bytes). Special tokens stand for no text and
+# Bits per byte = sum of the tokens' losses / (ln 2 × sum of the text's bytes). Special tokens stand for no text and
 # count in neither sum.
 @torch.no_grad()
 def bits_per_byte(model, loader, token_bytes, dist, is_cut_short=None, view=None, copies=1):
@@ -112,11 +113,13 @@ def bits_per_byte(model, loader, token_bytes, dist, is_cut_short=None, view=None
         counts = rows != PADDING
         if view:
             rows, counts = view(rows)
-        rows = rows.clamp(min=0)
+        rows = rows.where(rows != PADDING, 0)
+        lost_bytes = rows >> ID_BITS  # see HubTokenizer.with_lost_bytes
+        rows = rows & (1 << ID_BITS) - 1
         targets = rows[:, 1:].clone()
         sizes = token_bytes[targets] * counts[:, 1:]
         targets[sizes == 0] = IGNORE_INDEX
-        num_bytes += int(sizes.sum())
+        num_bytes += int((sizes + lost_bytes[:, 1:] * counts[:, 1:]).sum())
         # A rank whose lanes have ended goes on with padding, because others may need its part of the weights.
         with one_program(dist, "evaluate", collective=True):
             nats += model(rows[:, :-1].contiguous().to(dist.device), targets.to(dist.device)).sum()

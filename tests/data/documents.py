@@ -12,7 +12,7 @@ from nanochat.data.shards import open_shards
 
 class ByteTokenizer:
     """One token for each byte."""
-    bos_id, n_vocab, sha256 = 256, 257, "bytes"
+    bos_id, n_vocab, sha256, losses = 256, 257, "bytes", ""
 
     def encode_to_numpy(self, text):
         return np.frombuffer(text.encode() if isinstance(text, str) else text, np.uint8).astype(np.uint32)

@@ -1,6 +1,9 @@
 """Bits per byte against the formula, and views of rows in which only middles count."""
 import math
+from functools import partial
+from unittest.mock import MagicMock
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -8,13 +11,13 @@ import torch
 
 from nanochat.data import loader
 from nanochat.data.lanes import PADDING
-from nanochat.data.loader import DataLoader, RankRows
+from nanochat.data.loader import Batch, DataLoader, RankRows
 from nanochat.data.shards import list_shards, open_shards
-from nanochat.data.tokenizer import FIM_TOKENS, load_tokenizer
+from nanochat.data.tokenizer import FIM_TOKENS, Infill, load_tokenizer
 from nanochat.device.ranks import Dist
 from nanochat.infer.loss_eval import bits_per_byte, from_left_to_right, with_suffixes, without_suffixes
 from nanochat.model.layers import IGNORE_INDEX
-from tests.data.hub import hub_tokenizer, qwen
+from tests.data.hub import hub_tokenizer, llama3, qwen, smollm2
 
 CPU = Dist("cpu", torch.device("cpu"))
 
@@ -46,13 +49,38 @@ def test_a_text_that_is_shorter_than_what_is_asked_for_counts_once(evaluate, cor
     assert found.is_whole_text and 0.9 * size < found.num_bytes <= size
 
 
-def test_bytes_are_those_that_the_tokens_stand_for_where_a_tokenizer_changes_text(tmp_path):
-    text = 5 * "// cafe\u0301\n"  # 10 bytes a line, and 9 in NFC
+@pytest.mark.parametrize("make, line", [
+    (qwen, "// cafe\u0301\n"),  # 10 bytes, and 9 in NFC
+    (qwen, "// \u0958\n"),  # 7 bytes, and 10 in NFC
+    (smollm2, "// \x02\x04\n"),  # bytes without a token
+    (llama3, "// cafe\u0301\n"),
+])
+@pytest.mark.parametrize("seq_len", [8, 32])
+def test_bytes_are_those_of_the_files_where_a_tokenizer_changes_text(tmp_path, make, line, seq_len):
+    text = 50 * line
     pq.write_table(pa.table({"text": [text]}), tmp_path / "shard_00000.parquet")
+    tokenizer = hub_tokenizer(make)
+    seen = []
+
+    def model(ids, targets):
+        seen.append(ids)
+        return torch.zeros(targets.shape)
+
+    with DataLoader(open_shards(list_shards(tmp_path)), tokenizer, RankRows(1, seq_len), num_rows=400) as rows:
+        found = bits_per_byte(model, rows, tokenizer.token_bytes(), CPU)
+    assert found.num_bytes == len(text.encode()) and found.is_whole_text
+    assert {*torch.cat(seen).unique().tolist()} <= {0, tokenizer.bos_id, *tokenizer.encode(text)}
+
+
+def test_bytes_of_middles_are_those_of_the_files_too():
     tokenizer = hub_tokenizer(qwen)
-    with DataLoader(open_shards(list_shards(tmp_path)), tokenizer, RankRows(1, seq_len=32), num_rows=9) as rows:
-        found = bits_per_byte(lambda ids, targets: torch.zeros(targets.shape), rows, tokenizer.token_bytes(), CPU)
-    assert found.num_bytes == 5 * len("// caf\u00e9\n".encode()) < len(text.encode()) and found.is_whole_text
+    infill = Infill("int a;\n", "}\n", "// cafe\u0301\n")
+    [(tokens, _, _)] = tokenizer.with_lost_bytes().encode_infills([infill])
+    loader = MagicMock(unfinished_lanes=(), problem=None)
+    loader.__iter__.return_value = [Batch(np.array([tokens]).astype(np.int32), {}, {})]
+    found = bits_per_byte(lambda ids, targets: torch.zeros(targets.shape), loader, tokenizer.token_bytes(), CPU,
+                          view=partial(with_suffixes, tokenizer))
+    assert found.num_bytes == len(infill.middle.encode())
 
 
 def test_the_text_is_whole_only_if_every_lane_has_come_to_its_end(evaluate, monkeypatch):
