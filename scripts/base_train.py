@@ -13,12 +13,12 @@ docs/training.md says more.
 from nanochat.common import run_script
 from nanochat.device.ranks import resolve_device_type
 from nanochat.train.flags import parse_flags
-from nanochat.train.language import make_task
-from nanochat.train.launch import launch
 
 
 def main(argv=None):
     flags = parse_flags(argv, __doc__)
+    from nanochat.train.language import make_task
+    from nanochat.train.launch import launch
     return launch(flags, resolve_device_type(flags.devices.device_type), make_task)
 
 

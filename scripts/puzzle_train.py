@@ -8,13 +8,13 @@ A run whose name has a checkpoint resumes from it, in the middle of its episodes
 """
 from nanochat.common import run_script
 from nanochat.device.ranks import resolve_device_type
-from nanochat.puzzles.plan import parse_flags
-from nanochat.puzzles.task import make_task
-from nanochat.train.launch import launch
+from nanochat.puzzles.flags import parse_flags
 
 
 def main(argv=None):
     flags = parse_flags(argv, __doc__)
+    from nanochat.puzzles.task import make_task
+    from nanochat.train.launch import launch
     return launch(flags, resolve_device_type(flags.devices.device_type), make_task)
 
 

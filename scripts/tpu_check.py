@@ -21,6 +21,7 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from importlib import import_module
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -38,19 +39,14 @@ from nanochat.common import (
 )
 from nanochat.device import tpu
 from nanochat.device.ranks import resolve_device_type
-from nanochat.preflight import chip, chip_runs
-from nanochat.preflight.chip import Finding, Setting, anonymous
-from nanochat.preflight.measured import measurements
 from nanochat.run.hosts import this_host
 from nanochat.run.processes import begin_with_parent, expected_world_size
 from nanochat.train.flags import TITLES, Flags
-from nanochat.train.plan import make_plan
-from nanochat.train.start import run_tokenizer
 
-CHECKS = {"machine": (chip.machine, 60), "collectives": (chip.collectives, 120), "kernels": (chip.kernels, 240),
-          "training": (chip_runs.training, 240), "programs": (chip_runs.programs, 300),
-          "survival": (chip_runs.survival, 240), "host": (chip_runs.host, 60),
-          "attention": (chip_runs.attention, 150)}  # and seconds, if all have ten minutes
+# Where in preflight/ the function of this name is, and its seconds, if all have ten minutes
+CHECKS = {"machine": ("chip", 60), "collectives": ("chip", 120), "kernels": ("chip", 240),
+          "training": ("chip_runs", 240), "programs": ("chip_runs", 300), "survival": ("chip_runs", 240),
+          "host": ("chip_runs", 60), "attention": ("chip_runs", 150)}
 FREE_AGAIN_S = 20  # until the chips of a check that has ended must be free
 NO_RUN = 3
 
@@ -63,8 +59,12 @@ class CheckFlags:
 
 
 def main(argv=None):
-    foreign = chip.foreign_variables()
     own, *of_training = read_flags(argv, __doc__, {CheckFlags: "check", **TITLES})
+    from nanochat.preflight.chip import Setting, foreign_variables
+    from nanochat.preflight.measured import measurements
+    from nanochat.train.plan import make_plan
+    from nanochat.train.start import run_tokenizer
+    foreign = foreign_variables()
     flags = Flags(*of_training)
     device_type = resolve_device_type(flags.devices.device_type)
     if device_type not in ("tpu", "xla"):
@@ -92,9 +92,10 @@ def main(argv=None):
 
 def check_all(setting, plan, minutes):
     """Runs all checks, one after the other, and prints a line as each ends. Returns {check: [Finding]}."""
+    from nanochat.preflight.chip import Finding
     deadline = time.monotonic() + 60 * minutes
     found = {}
-    for name, (check, most_s) in CHECKS.items():
+    for name, (file, most_s) in CHECKS.items():
         limit_s = min(most_s * minutes / 10, deadline - time.monotonic())
         if limit_s < 1 or "run" in broken(found):
             found[name] = [Finding(name, False, "not reached")]
@@ -103,6 +104,7 @@ def check_all(setting, plan, minutes):
         work.begin(f"checking {name}")
         begun = time.monotonic()
         flags = setting.flags.replace(**instead_of(found, plan))
+        check = getattr(import_module(f"nanochat.preflight.{file}"), name)
         found[name] = run_limited(name, check, replace(setting, flags=flags), limit_s)
         failed = "; ".join(f"{each.what}: {each.figure}" for each in found[name] if not each.holds)
         say(f"{name}: {f'NOT {failed}' if failed else 'holds'}, {time.monotonic() - begun:.0f} s")
@@ -111,6 +113,7 @@ def check_all(setting, plan, minutes):
 
 def run_limited(name, check, setting, limit_s):
     """Runs a check in a process of its own. Returns its Findings, with one more if it does not end well."""
+    from nanochat.preflight.chip import Finding, anonymous, holders
     log = setting.folder / f"{name}.log"
     log.touch()  # for a process that ends before its first line
     process = get_context("spawn").Process(target=run_alone, args=(name, check, setting))
@@ -131,7 +134,7 @@ def run_limited(name, check, setting, limit_s):
         found.append(Finding(f"{name} ends", False, anonymous(figure), f"within {limit_s:.0f} s",
                              "run" if name in ("machine", "collectives") else ""))
     deadline = time.monotonic() + FREE_AGAIN_S
-    while (pids := chip.holders()) and time.monotonic() < deadline:
+    while (pids := holders()) and time.monotonic() < deadline:
         time.sleep(0.2)
     if pids:
         found.append(Finding(f"the chips are free after {name}", False, f"{len(pids)} processes hold them", "0", "run"))

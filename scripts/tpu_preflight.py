@@ -12,20 +12,20 @@ Exit status: 0 if the run fits, 3 if it does not, 2 for bad flags, 1 for a failu
 """
 from nanochat.common import run_script
 from nanochat.data.mixture import read_mixture
-from nanochat.preflight.describe import deliver
-from nanochat.preflight.fit import require_searchable, search
 from nanochat.preflight.flags import prepare, read_preflight_flags
-from nanochat.preflight.language import trace_run
-from nanochat.preflight.measured import find_checks
-from nanochat.preflight.report import make_report
-from nanochat.train.describe import describe_plan
-from nanochat.train.plan import make_plan
-from nanochat.train.start import run_tokenizer, with_start
-from nanochat.train.text import mixture_lines
 
 
 def main(argv=None):
     own, flags = read_preflight_flags(argv, __doc__)
+    from nanochat.preflight.describe import deliver
+    from nanochat.preflight.fit import require_searchable, search
+    from nanochat.preflight.language import trace_run
+    from nanochat.preflight.measured import find_checks
+    from nanochat.preflight.report import make_report
+    from nanochat.train.describe import describe_plan
+    from nanochat.train.plan import make_plan
+    from nanochat.train.start import run_tokenizer, with_start
+    from nanochat.train.text import mixture_lines
     flags = with_start(flags)
     require_searchable(own, flags)
     if flags.data.mixture:

@@ -16,7 +16,7 @@ import pytest
 from nanochat.common import BadInput
 from nanochat.data.tokenizer import load_tokenizer
 from nanochat.preflight.flags import PreflightFlags
-from nanochat.puzzles import plan as puzzles
+from nanochat.puzzles import flags as puzzles
 from nanochat.puzzles.puzzle_data import write_puzzles
 from nanochat.train import launch
 from nanochat.train.flags import TITLES

@@ -22,7 +22,6 @@ import threading
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-import torch
 
 from nanochat.common import BadInput
 from nanochat.data.lanes import NUM_LANES, PADDING, Lane, LaneState, RandomLane, SharedByLanes
@@ -54,7 +53,7 @@ class RankRows:
 @dataclass(frozen=True)
 class Batch:
     """A rank's rows of a batch, and the positions in the data after it."""
-    rows: torch.Tensor  # int32 (batch_size, seq_len + 1)
+    rows: object  # a torch.Tensor, int32 (batch_size, seq_len + 1)
     lanes: dict = field(repr=False)  # {lane: fields of its LaneState after this batch}, for the lanes of this rank
     settings: dict = field(repr=False)  # for which the states are valid, see settings_of
 
@@ -189,6 +188,7 @@ class Loader:
             raise
         if self.is_small and (rows[:, 0] == PADDING).all():
             raise StopIteration  # the text has ended, on every rank
+        import torch  # here: the flags of a mixture are read without it
         return Batch(torch.from_numpy(rows)[self._part], dict(self._states), self.settings)
 
     def change_rows(self, batch_size, seq_len):

@@ -65,7 +65,7 @@ def load_model(path, dist, *, tokenizer_dir=None, kernel="auto", quantize="none"
         raise BadInput(f"checkpoint {path} is damaged ({' '.join(str(error).split())[:200]}): use another "
                        "one") from None
     dtype = torch.bfloat16 if dist.device_type in ("tpu", "cuda") else torch.float32
-    model = config.new_model(config, kernels, dtype)
+    model = config.new_model(kernels, dtype)
     model.load_state_dict(state, assign=True)
     parts = Parts(dist, mesh)
     for name, parameter in model.named_parameters():

@@ -1,16 +1,15 @@
 """The architecture of a GPT, described once. The fields of GPTConfig make base_train's flags, what a checkpoint stores,
-the lines that describe a run, the model card and an export. A new field needs no line anywhere else."""
+the lines that describe a run, the model card and an export. A new field needs no line anywhere else. Flags are read
+without torch, which takes seconds to import: a config imports its model inside new_model."""
 import math
 from dataclasses import dataclass, fields
 
-import torch
-
 from nanochat.common import BadInput, flag
-from nanochat.model import layers, rates
-from nanochat.model.gpt import GPT
+from nanochat.model import rates
 from nanochat.model.weights import WEIGHTS
 
 HEAD_DIM = 128  # the TPU's matrix unit is 128 (v5e) or 256 (v6e) wide
+RECOMPUTED = ("none", "all")  # what the backward pass of a layer computes again
 
 
 def in_whole(size, unit):
@@ -51,7 +50,6 @@ class GPTConfig:
     arch = "gpt"
     kept = ()  # fields that are no flags and follow from no flag
     weights = WEIGHTS
-    new_model = GPT
     has_layer_by_hand = True
     has_begun_rate = False
     # Whose learning rates describe_plan prints
@@ -89,12 +87,9 @@ class GPTConfig:
     def mlp_dim(self):
         return 4 * self.n_embd
 
-    @property
-    def options(self):
-        return layers.LayerOptions.of(self)
-
-    def rotary_tables(self):
-        return layers.rotary_tables(torch.arange(self.max_seq_len), self.head_dim, self.rotary_base)
+    def new_model(self, *args, **options):
+        from nanochat.model.gpt import GPT
+        return GPT(self, *args, **options)
 
     def rules(self, optimizer, total_batch_size, num_iterations, matrix_dtype, earlier_steps, rate_horizon):
         return rates.gpt_rules(optimizer, total_batch_size, num_iterations, self.n_embd, matrix_dtype, earlier_steps,

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from nanochat.model import layers
 from nanochat.model.logit_cap import LogitCap
-from nanochat.model.weights import initial_weights, layer_weights, shapes
+from nanochat.model.weights import layer_weights, shapes
 
 
 class KVCache:
@@ -64,15 +64,15 @@ class KVCache:
 class Decoder(nn.Module):
     """Predicts tokens: model(ids) are logits, model(ids, targets) losses; `kernels` are how it computes.
 
-    A model adds `_begin` and `_end`, what is done to the vectors before and after the layers. All else follows from its
-    config: its weights (see weights.py), its layer (`options`), the rotary tables."""
+    A model adds `_options`, which have its layer, `_rotary_tables`, and `_begin` and `_end`, what is done to the
+    vectors before and after the layers. Its weights follow from its config (see weights.py)."""
 
     def __init__(self, config, kernels, compute_dtype=torch.float32, activation_checkpointing="none"):
         """config: one of models.py; kernels: layers.Kernels; compute_dtype: of activations and products;
-        activation_checkpointing: one of layers.RECOMPUTED."""
+        activation_checkpointing: one of config.RECOMPUTED."""
         super().__init__()
         self.config = config
-        self.options = config.options
+        self.options = self._options()
         self.layer_weights = layer_weights(config)  # kept, because torch.compile cannot make a type in forward
         self.kernels = kernels
         self.compute_dtype = compute_dtype
@@ -80,7 +80,7 @@ class Decoder(nn.Module):
         self.logit_cap = LogitCap.of(config)
         for name, shape in shapes(config).items():
             setattr(self, name, nn.Parameter(torch.empty(shape, dtype=torch.float32)))
-        cos, sin = config.rotary_tables()
+        cos, sin = self._rotary_tables()
         windows = [window or config.max_seq_len for window in config.windows()]
         # A loop over the layers reads a number for each layer: 0 stands for the value embeddings, 1 for none.
         slots = [0 if adds else 1 for adds in config.adds_values()]
@@ -88,12 +88,6 @@ class Decoder(nn.Module):
         self.register_buffer("sin", sin, persistent=False)
         self.register_buffer("windows", torch.tensor(windows, dtype=torch.int32), persistent=False)
         self.register_buffer("slots", torch.tensor(slots, dtype=torch.int32), persistent=False)
-
-    @classmethod
-    def on_meta(cls, config):
-        """A model without memory and kernels: its parameters only have shapes."""
-        with torch.device("meta"):
-            return cls(config, kernels=None)
 
     @torch.no_grad()
     def init_weights(self, seed=0):
@@ -214,3 +208,37 @@ class Decoder(nn.Module):
         if reduction == "mean":
             return self.kernels.mean_loss(*arguments, teaching)
         return self.kernels.cross_entropy(*arguments).view_as(targets)
+
+
+@torch.no_grad()
+def initial_weights(config, seed=0):
+    """Yields (name, index, tensor) of all initial weights on the CPU: layer `index` of a stack of matrices, or the
+    whole weight if the index is None. A caller that keeps parts never holds a whole stack."""
+    generator = torch.Generator().manual_seed(seed)
+    shape_of = shapes(config)
+    # The tables that every model has are drawn first, so options do not change them.
+    tables_first = sorted(config.weights, key=lambda weight: weight.name not in ("wte", "lm_head"))
+    for weight in tables_first:
+        shape = shape_of.get(weight.name)
+        if shape is None:
+            continue
+        start = weight.start
+        if config.has_values and weight.start_with_values:
+            start = weight.start_with_values
+        if weight.is_matrix:
+            for layer in range(config.n_layer):
+                yield weight.name, layer, _drawn(start, shape[1:], config.n_embd, generator)
+        elif not weight.is_stack:
+            yield weight.name, None, _drawn(start, shape, config.n_embd, generator)
+        else:
+            of_layers = torch.linspace(start.first, start.last, config.n_layer)
+            yield weight.name, None, of_layers.view(-1, *[1] * (len(shape) - 1)).expand(shape).clone()
+
+
+def _drawn(start, shape, width, generator):
+    if start.normal:
+        return torch.empty(shape).normal_(0.0, start.normal, generator=generator)
+    if start.uniform:
+        bound = start.uniform * (3 / width) ** 0.5  # a uniform distribution's bound is sqrt(3) × its deviation
+        return torch.empty(shape).uniform_(-bound, bound, generator=generator)
+    return torch.full(shape, start.first)

@@ -8,7 +8,6 @@ import torch.nn.functional as F
 
 NORM_EPS = torch.finfo(torch.float32).eps  # for every dtype
 IGNORE_INDEX = -1  # a target with this value has no loss
-RECOMPUTED = ("none", "all")  # what the backward pass of a layer computes again
 
 
 @dataclass(frozen=True)
@@ -88,8 +87,8 @@ class Kernels:
     recompute: Callable
     # run_layers(options, x, stacks, windows, rotary, recompute, values): x (B, T, C) after all layers. stacks: as
     # weights.layer_weights; windows: LayerWindows, or None if every layer sees all positions; rotary: cos and sin
-    # (T, head_dim / 2); recompute: one of RECOMPUTED; values: LayerValues or None. None instead of the function: the
-    # model runs one layer after the other.
+    # (T, head_dim / 2); recompute: one of config.RECOMPUTED; values: LayerValues or None. None instead of the function:
+    # the model runs one layer after the other.
     run_layers: Callable | None = None
     # whole(after, parts): the whole weights, a list, of {name: this rank's part}. Gathering starts once the tensor
     # `after` is known, so few are whole at a time. None: ranks have whole weights. The functions above take parts.
@@ -167,7 +166,6 @@ def causal_mask(query_positions, key_positions, window):
 # hyper-connections (arXiv 2409.19606, 2512.24880) of one stream; more streams cost more and gained nothing
 # (dev/log).
 VALUES, ATTENTION, MLP = range(3)  # the rows of a layer's gate_map, (3, C), and gate_scale, (3, 1)
-NUM_GATES = 3
 
 
 def gate_of(options, weights, which, x, scale=None):

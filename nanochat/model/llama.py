@@ -1,15 +1,10 @@
 """The Llama family: Llama, SmolLM2, Qwen2, Qwen2.5-Coder and Qwen3, trained from nothing or from the weights of others
 (scripts/import_hf.py). RMSNorm with weights, rotary positions, grouped-query attention, SwiGLU; for Qwen2 biases of
-queries, keys and values, for Qwen3 QK-norm; the head may be the embedding."""
+queries, keys and values, for Qwen3 QK-norm; the head may be the embedding. llama_layer.py has its layer."""
 from dataclasses import dataclass, field, fields, replace
-
-import torch
-import torch.nn.functional as F
 
 from nanochat.common import BadInput, flag
 from nanochat.model.config import GPTConfig, in_whole, require_heads, require_limits, set_default
-from nanochat.model.decoder import Decoder
-from nanochat.model.layers import ALONE, PLAIN, apply_rotary, norm, split_heads
 from nanochat.model.rates import AdamW, OptimConfig, Rules
 from nanochat.model.weights import Rate, Start, Weight
 
@@ -44,57 +39,6 @@ WEIGHTS = (
 )
 
 
-@dataclass(frozen=True)
-class LlamaOptions:
-    """What the layer needs to know of the config, by the same names."""
-    head_dim: int
-    norm_eps: float
-    qkv_bias: bool
-    qk_norm: bool
-    divides_heads = True
-
-    def unknown(self, known):
-        """Returns the name of the model for a person: only `layer` computes it."""
-        return "--arch=llama"
-
-    def layer(self, x, x0, weights, rotary, text, value=None, products=PLAIN, ranks=ALONE):
-        """One layer: returns x (B, T, C) after attention and MLP. This is the definition, as in transformers. The
-        arguments are those of layers.gpt_layer; x0 and value are unused. ranks: layers.Ranks, of which this one has its
-        own heads and hidden units."""
-        w = type(weights)(*(weight.to(x.dtype) for weight in weights))
-        normed = ranks.share(norm(x, self.norm_eps) * w.attn_norm)
-        q = products.linear(normed, w.attn_q)  # (B, T, H × head_dim)
-        k = products.linear(normed, w.attn_k)  # (B, T, H_kv × head_dim), as v
-        v = products.linear(normed, w.attn_v)
-        if self.qkv_bias:
-            q = q + ranks.own(w.q_bias)
-            k = k + ranks.own(w.k_bias)
-            v = v + ranks.own(w.v_bias)
-        q = split_heads(q, self.head_dim)  # (B, H, T, head_dim)
-        k = split_heads(k, self.head_dim)
-        if self.qk_norm:  # before the rotation, with one weight for all heads
-            q = norm(q, self.norm_eps) * ranks.share(w.q_norm)
-            k = norm(k, self.norm_eps) * ranks.share(w.k_norm)
-        y = text.attend(apply_rotary(q, *rotary), apply_rotary(k, *rotary), split_heads(v, self.head_dim))
-        x = x + ranks.join(products.linear(y.transpose(1, 2).flatten(2), w.attn_o))
-        normed = ranks.share(norm(x, self.norm_eps) * w.mlp_norm)
-        hidden = F.silu(products.linear(normed, w.mlp_gate)) * products.linear(normed, w.mlp_in)  # (B, T, mlp_dim)
-        return x + ranks.join(products.linear(hidden, w.mlp_out))
-
-
-class Llama(Decoder):
-
-    def _begin(self, x):
-        return x
-
-    def _end(self, x):
-        return self.kernels.times(norm(x, self.config.norm_eps), self.out_norm.to(x.dtype))
-
-    @property
-    def head(self):
-        return self.wte if self.config.tied_head else self.lm_head
-
-
 def _as_in_gpt(name):
     """Returns a field whose flag is that of the GPTConfig's field `name`."""
     theirs = next(each for each in fields(GPTConfig) if each.name == name)
@@ -124,7 +68,6 @@ class LlamaConfig:
 
     kept = ("vocab_size", "max_positions", "rope_theta", "norm_eps", "qkv_bias", "qk_norm")
     weights = WEIGHTS
-    new_model = Llama
     has_layer_by_hand = False
     has_begun_rate = True
     rates_of = {"all weights": "wte"}
@@ -151,21 +94,15 @@ class LlamaConfig:
     def has_own_head(self):
         return not self.tied_head
 
-    @property
-    def options(self):
-        return LlamaOptions(self.head_dim, self.norm_eps, self.qkv_bias, self.qk_norm)
+    def new_model(self, *args, **options):
+        from nanochat.model.llama_layer import Llama
+        return Llama(self, *args, **options)
 
     def windows(self):
         return [None] * self.n_layer
 
     def adds_values(self):
         return [False] * self.n_layer
-
-    def rotary_tables(self):
-        """As layers.rotary_tables, computed as transformers does, which turns the other way round."""
-        frequencies = 1.0 / self.rope_theta ** (torch.arange(0, self.head_dim, 2).float() / self.head_dim)
-        angles = torch.arange(self.max_seq_len)[:, None].float() * frequencies
-        return angles.cos(), -angles.sin()
 
     def rules(self, optimizer, total_batch_size, num_iterations, matrix_dtype, earlier_steps, rate_horizon):
         """Returns the Rules: AdamW with one rate, whatever the width, the batch and the length of the run.

@@ -4,11 +4,10 @@ engine and preflight know a model by its config alone. What they ask of it, besi
 | of a config | what |
 |---|---|
 | `arch`, `kept` | its name, a value of --arch; the fields that are no flags and follow from no flag |
-| `new_model(config, kernels, dtype, recompute)` | the Decoder |
-| `options` | what its layer computes, and `options.layer`, the definition of the layer |
+| `new_model(kernels, dtype, recompute)` | its Decoder |
 | `weights` | the table of its weights |
 | `rules(…)`, `rates_of` | how each weight is updated |
-| `rotary_tables()`, `windows()`, `adds_values()` | what layers get beside their weights |
+| `windows()`, `adds_values()` | what layers get beside their weights |
 | `has_begun_rate` | whether trained weights go on at a rate of their own; else the rates of their run count |
 | `has_layer_by_hand` | whether the kernel `flash` has its layer |
 | `require_flags(flags)` | raises BadInput for flags that it does not have |

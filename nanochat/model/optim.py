@@ -283,7 +283,7 @@ class MuonAdamW:
         for name, gradient in gradients.items():
             averages[name] = momentum * self.state[f"{name}.momentum"] + (1 - momentum) * gradient
             nesterov[name] = momentum * averages[name] + (1 - momentum) * gradient
-        directions = orthogonalised(nesterov, self.rules.matrix_dtype)
+        directions = orthogonalised(nesterov, self.rules.matrix_dtype or torch.float32)
         return {name: (averages[name], directions[name]) for name in averages}
 
     def clear(self, sums=()):

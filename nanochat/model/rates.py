@@ -3,8 +3,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-
 from nanochat.common import flag
 from nanochat.model.weights import WEIGHTS
 
@@ -119,7 +117,7 @@ class Rules:
     num_iterations: int
     betas: tuple = ADAM_BETAS
     average_decay: float = 0.0  # of a running average of the weights; 0: none
-    matrix_dtype: torch.dtype = torch.float32  # in which Muon orthogonalises
+    matrix_dtype: object = None  # the torch.dtype in which Muon orthogonalises; None: float32
     earlier_steps: int = 0  # of the optimizer's state, before the first step of the run
     clip_norm: float = -1.0  # of all gradients together; -1: none
 
@@ -128,7 +126,7 @@ class Rules:
         return lr_multiplier(step, self.num_iterations, self.schedule)
 
 
-def gpt_rules(config, total_batch_size, num_iterations, width, matrix_dtype=torch.float32, earlier_steps=0,
+def gpt_rules(config, total_batch_size, num_iterations, width, matrix_dtype=None, earlier_steps=0,
               rate_horizon=-1):
     """Returns a GPT's Rules. config: OptimConfig; total_batch_size: tokens of a step; rate_horizon: see StartFlags
     (train/flags.py)."""

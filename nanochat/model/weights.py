@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from math import prod
 
-import torch
-
-from nanochat.model.layers import NUM_GATES
+NUM_GATES = 3  # of a layer, see layers.py
 
 
 @dataclass(frozen=True)
@@ -156,37 +154,3 @@ def layer_weights(config):
 @cache
 def _named_tuple(names):  # the same type at every call: it is part of the keys of compiled programs
     return namedtuple("LayerWeights", names)
-
-
-@torch.no_grad()
-def initial_weights(config, seed=0):
-    """Yields (name, index, tensor) of all initial weights on the CPU: layer `index` of a stack of matrices, or the
-    whole weight if the index is None. A caller that keeps parts never holds a whole stack."""
-    generator = torch.Generator().manual_seed(seed)
-    shape_of = shapes(config)
-    # The tables that every model has are drawn first, so options do not change them.
-    tables_first = sorted(config.weights, key=lambda weight: weight.name not in ("wte", "lm_head"))
-    for weight in tables_first:
-        shape = shape_of.get(weight.name)
-        if shape is None:
-            continue
-        start = weight.start
-        if config.has_values and weight.start_with_values:
-            start = weight.start_with_values
-        if weight.is_matrix:
-            for layer in range(config.n_layer):
-                yield weight.name, layer, _drawn(start, shape[1:], config.n_embd, generator)
-        elif not weight.is_stack:
-            yield weight.name, None, _drawn(start, shape, config.n_embd, generator)
-        else:
-            of_layers = torch.linspace(start.first, start.last, config.n_layer)
-            yield weight.name, None, of_layers.view(-1, *[1] * (len(shape) - 1)).expand(shape).clone()
-
-
-def _drawn(start, shape, width, generator):
-    if start.normal:
-        return torch.empty(shape).normal_(0.0, start.normal, generator=generator)
-    if start.uniform:
-        bound = start.uniform * (3 / width) ** 0.5  # a uniform distribution's bound is sqrt(3) × its deviation
-        return torch.empty(shape).uniform_(-bound, bound, generator=generator)
-    return torch.full(shape, start.first)

@@ -5,7 +5,7 @@ import tempfile
 from nanochat.common import BadInput
 from nanochat.device.mesh import all_meshes
 from nanochat.device.tpu import GIB
-from nanochat.model.layers import RECOMPUTED
+from nanochat.model.config import RECOMPUTED
 from nanochat.preflight.compile import compile_programs
 from nanochat.preflight.estimate import peak_bytes
 from nanochat.preflight.language import trace_run

@@ -7,8 +7,6 @@ from pathlib import Path
 
 from nanochat.common import BadInput, expand_path, flag, read_flags, require_writable_dir
 from nanochat.device import tpu
-from nanochat.preflight.compile import require_packages
-from nanochat.preflight.trace import prepare_environment
 from nanochat.train.flags import TITLES, Flags
 
 PROGRAMS = ("micro_step", "update", "evaluate")
@@ -65,6 +63,8 @@ def read_preflight_flags(argv=None, description=""):
 def prepare(own):
     """Prepares this process for tracing, before torch_xla is imported. Returns the function that prints a line for a
     person: to standard error if --json=- reserves standard output. Raises BadInput if a package is missing."""
+    from nanochat.preflight.compile import require_packages
+    from nanochat.preflight.trace import prepare_environment
     require_packages()
     prepare_environment()
     os.environ["TPU_ACCELERATOR_TYPE"] = own.accelerator  # the attention kernel's tiles depend on the chip

@@ -15,7 +15,8 @@ from nanochat.device.ranks import print0
 from nanochat.model.optim import MuonAdamW
 from nanochat.model.parts import Parts
 from nanochat.puzzles.episodes import LOSSES, EpisodeLoss, empty_carry, solve, solve_held_out
-from nanochat.puzzles.plan import Flags, PuzzleFlags, PuzzlePlan, UpdateFlags, make_plan, make_rules
+from nanochat.puzzles.flags import Flags, PuzzleFlags, UpdateFlags
+from nanochat.puzzles.plan import PuzzlePlan, make_plan, make_rules
 from nanochat.puzzles.puzzle_data import PuzzleFeed, Puzzles, read_puzzles
 from nanochat.puzzles.trm import TRM
 from nanochat.train.step import Objective, TrainingStep

@@ -110,7 +110,7 @@ def require_time(plan, num_iterations):
 
 def seconds_of_row(config):
     """Returns the seconds of the forward and the backward pass of one row on this CPU."""
-    model = config.new_model(config, get_kernels("current", "cpu"))
+    model = config.new_model(get_kernels("current", "cpu"))
     model.init_weights()
     ids = torch.zeros((1, config.max_seq_len), dtype=torch.int64)
     begun = time.monotonic()

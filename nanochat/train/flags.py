@@ -5,8 +5,6 @@ from dataclasses import asdict, dataclass, field, fields, make_dataclass, replac
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-
 from nanochat.checkpoint.on_disk import Kept, step_of
 from nanochat.common import BadInput, expand_path, flag, not_empty, read_flags
 from nanochat.data.hub_files import on_hub, pinned
@@ -15,7 +13,7 @@ from nanochat.data.mixture import NAME, read_mixture
 from nanochat.data.shards import TextFlags
 from nanochat.data.storage import data_place
 from nanochat.device.ranks import DEVICE_TYPES
-from nanochat.model.layers import RECOMPUTED
+from nanochat.model.config import RECOMPUTED
 from nanochat.model.models import CONFIG_FLAGS, KEPT, MODELS, as_flag, settled
 from nanochat.model.rates import OptimConfig
 
@@ -77,6 +75,7 @@ class DeviceFlags:
 
     def dtype_on(self, device_type):
         """Returns the torch.dtype of activations and products."""
+        import torch  # here: flags are read without it
         name = self.compute_dtype
         if name == "auto":
             name = "bfloat16" if device_type in ("tpu", "cuda") else "float32"

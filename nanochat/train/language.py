@@ -21,11 +21,11 @@ from nanochat.data.shards import open_text
 from nanochat.data.tokenizer import Tokenizer, load_tokenizer
 from nanochat.kernels.choose import get_kernels
 from nanochat.kernels.sharded import Sharding
+from nanochat.model.decoder import initial_weights
 from nanochat.model.models import require_as_saved
 from nanochat.model.optim import MuonAdamW
 from nanochat.model.parts import Parts
 from nanochat.model.rates import OptimConfig
-from nanochat.model.weights import initial_weights
 from nanochat.train.describe import describe_plan, require_time
 from nanochat.train.evaluation import evaluate, sample
 from nanochat.train.flags import BatchFlags, DistillationFlags, Flags
@@ -52,7 +52,7 @@ def make_model(plan):
     """Returns a Plan's model, on torch's default device and without initial weights."""
     sharding = Sharding.of_mesh(plan.mesh, plan.config.vocab_size)
     kernels = get_kernels(plan.kernel, plan.device_type, sharding, products=plan.products)
-    return plan.config.new_model(plan.config, kernels, plan.dtype, plan.activation_checkpointing)
+    return plan.config.new_model(kernels, plan.dtype, plan.activation_checkpointing)
 
 
 def make_optimizer(plan, model, dist=None, weights=None):
@@ -139,7 +139,8 @@ class LanguageTask:
         return replace(self, flags=flags, plan=plan, tokenizer=tokenizer, start=None, **imported(path, meta))
 
     def state_bytes(self):
-        optimizer = make_optimizer(self.plan, self.plan.config.new_model.on_meta(self.plan.config))
+        with torch.device("meta"):  # shapes without memory
+            optimizer = make_optimizer(self.plan, self.plan.config.new_model(kernels=None))
         return state_bytes(optimizer.masters, optimizer.state)
 
     # Data

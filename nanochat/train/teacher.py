@@ -74,7 +74,7 @@ def make_teacher(teacher, plan, dist, weights=None):
     `weights`, {name: whole weight}; without them its weights are meaningless."""
     sharding = Sharding.of_mesh(plan.mesh, teacher.config.vocab_size)
     kernels = get_kernels(plan.kernel, plan.device_type, sharding)
-    model = teacher.config.new_model(teacher.config, kernels, plan.dtype).requires_grad_(False).to(plan.dtype)
+    model = teacher.config.new_model(kernels, plan.dtype).requires_grad_(False).to(plan.dtype)
     if weights:
         shape_of = shapes(teacher.config)
         model.load_state_dict({name: weight[:shape_of[name][0]] for name, weight in weights.items()})

@@ -160,7 +160,7 @@ def test_only_a_coder_of_qwen_gets_names_of_files_before_a_gap(tmp_path, base_di
 
 def save_new(base_dir, tokenizer, config):
     """Saves a model that began from nothing as the newest checkpoint of the run `imported`."""
-    model = config.new_model(config, get_kernels("current", "cpu")).init_weights()
+    model = config.new_model(get_kernels("current", "cpu")).init_weights()
     save_checkpoint(base_dir / "checkpoints" / "imported", model.state_dict(), {}, make_meta(
         7, config=asdict(config), tokenizer_sha256=tokenizer.sha256), num_lanes=0)
 

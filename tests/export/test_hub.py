@@ -27,7 +27,8 @@ from nanochat.export.export import write_for_transformers
 from nanochat.export.llama import read_config
 from nanochat.infer.load import load_model
 from nanochat.kernels.choose import get_kernels
-from nanochat.model.llama import Llama, LlamaConfig
+from nanochat.model.llama import LlamaConfig
+from nanochat.model.llama_layer import Llama
 from scripts import export, import_hf
 from tests.checkpoint.states import make_meta, names
 from tests.hub import Hub

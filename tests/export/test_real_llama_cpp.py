@@ -11,7 +11,8 @@ import torch
 from nanochat.checkpoint.saver import save_checkpoint
 from nanochat.data.tokenizer import Infill, load_tokenizer
 from nanochat.kernels.choose import get_kernels
-from nanochat.model.llama import Llama, LlamaConfig
+from nanochat.model.llama import LlamaConfig
+from nanochat.model.llama_layer import Llama
 from scripts import export, tok_train
 from tests.checkpoint.states import make_meta
 from tests.data import hub

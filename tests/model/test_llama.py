@@ -28,7 +28,7 @@ def config(request):
 
 def build(config, kernel="current", device_type="cpu", **options):
     """A model whose every weight is random: with norms of 1 and biases of 0, a missing one would not show."""
-    model = config.new_model(config, get_kernels(kernel, device_type), **options)
+    model = config.new_model(get_kernels(kernel, device_type), **options)
     generator = torch.Generator().manual_seed(1)
     for name, weight in model.named_parameters():
         start = 1.0 if name.endswith("_norm") else 0.0

@@ -5,10 +5,10 @@ import torch
 from nanochat.device.mesh import Mesh
 from nanochat.device.ranks import Dist
 from nanochat.model.config import GPTConfig
+from nanochat.model.decoder import initial_weights
 from nanochat.model.gpt import GPT
 from nanochat.model.models import DIVIDED_BY_INPUTS, UNDIVIDED
 from nanochat.model.parts import Parts
-from nanochat.model.weights import initial_weights
 
 CONFIG = GPTConfig(vocab_size=47, max_seq_len=8, n_layer=3, n_embd=32, n_head=4, n_kv_head=2, layer_gates=True)
 

@@ -9,7 +9,7 @@ from tests.model.test_gpt import PLAIN
 
 def test_matrix_parameters_are_those_of_the_model():
     config = GPTConfig(vocab_size=96, max_seq_len=8, n_layer=3, n_embd=64, n_head=4, n_kv_head=2, **PLAIN)
-    model = GPT.on_meta(config)
+    model = GPT(config, kernels=None)
     matrices = sum(p.numel() for name, p in model.named_parameters() if p.ndim > 1 and name != "wte")
     assert matrix_parameters(count_parameters(config)) == matrices
 

@@ -15,7 +15,8 @@ from nanochat.common import BadInput
 from nanochat.device.ranks import Dist
 from nanochat.puzzles import sudoku, task
 from nanochat.puzzles.episodes import EpisodeLoss, empty_carry
-from nanochat.puzzles.plan import make_plan, parse_flags
+from nanochat.puzzles.flags import parse_flags
+from nanochat.puzzles.plan import make_plan
 from nanochat.puzzles.puzzle_data import PuzzleFeed, read_puzzles, write_puzzles
 from nanochat.puzzles.trm import TRM, TRMConfig, cross_entropy
 from scripts import prepare_puzzles, puzzle_train
@@ -265,7 +266,7 @@ import json, sys
 from nanochat.device.ranks import compute_init, prepare_xla_environment
 from nanochat.run.processes import exclusive_use
 from nanochat.train.prepare import prepare, run_directory
-from nanochat.puzzles.plan import parse_flags
+from nanochat.puzzles.flags import parse_flags
 from nanochat.puzzles.task import make_task
 from tests.train.count_xla import count
 flags = parse_flags(sys.argv[1:])

@@ -132,7 +132,7 @@ def test_a_public_model_is_adapted_with_installed_headers_for_its_unknown_data(b
     tokenizer = hub_tokenizer(qwen)
     config = LlamaConfig(vocab_size=tokenizer.n_vocab, n_layer=1, max_seq_len=64, n_embd=32, n_head=2, n_kv_head=1,
                          head_dim=16, mlp_dim=64)
-    model = config.new_model(config, get_kernels("current", "cpu")).init_weights()
+    model = config.new_model(get_kernels("current", "cpu")).init_weights()
     save_checkpoint(base_dir / "checkpoints/public", model.state_dict(), {}, make_meta(
         0, config=asdict(config), tokenizer_sha256=tokenizer.sha256, flags={}, rng="",
         source=make_source()), num_lanes=0,

@@ -175,7 +175,7 @@ def hub_model(tmp_path):
     tokenizer = hub_tokenizer(qwen)
     config = LlamaConfig(vocab_size=tokenizer.n_vocab + 3, n_layer=1, max_seq_len=64, max_positions=64, n_embd=32,
                          n_head=2, n_kv_head=1, head_dim=16, mlp_dim=64)
-    model = config.new_model(config, get_kernels("current", "cpu")).init_weights(1)
+    model = config.new_model(get_kernels("current", "cpu")).init_weights(1)
     source = make_source(model="some/coder")
     return save_checkpoint(tmp_path / "imported", model.state_dict(), {}, make_meta(
         0, config=asdict(config), tokenizer_sha256=tokenizer.sha256, flags={}, rng="", source=source), num_lanes=0,
