@@ -4,12 +4,11 @@
 #   deploy/logs.sh HOST        Ctrl-C ends this command only; the run continues
 #
 #   --tail N                   how many of the existing lines to print first (default 50)
-#   --raw                      control characters of the log as they are, and not as escapes
 #   --worker N|all             which VM of a pod (default 0); all: each line with its worker
 me=$0; while [ -L "$me" ]; do l=$(readlink "$me"); case $l in /*) me=$l ;; *) me=$(dirname "$me")/$l ;; esac; done
 . "$(dirname "$me")/lib/common.sh" || exit 2
-TAIL=50 WORKER=0 RAW=""
-parse "TAIL RAW" "$@"
+TAIL=50 WORKER=0
+parse "TAIL" "$@"
 resolve ${ARGS[@]+"${ARGS[@]}"}
 
 script <<'END'
@@ -21,7 +20,6 @@ status=$(cat "$D/runs/$run.exit" 2>/dev/null) || { echo "run $run was killed, or
 echo "run $run ended with status $status" >&2
 exit "$status"
 END
-[ -z "$RAW" ] || READ=(raw)
 if [ ${#TARGETS[@]} = 1 ]; then vm 0 "$SCRIPT" "$TAIL"; exit; fi
 # shellcheck disable=SC2317,SC2329  # first_of calls it by name, and itself names the workers other than 0
 follow() {

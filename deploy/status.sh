@@ -3,7 +3,6 @@
 #
 #   deploy/status.sh [HOST…]   HOST: an IP, an ssh host or a VM's name (default: NAME of deploy/config.env)
 #
-#   --watch                    repeat every --poll_s seconds (default 10) until Ctrl-C
 #   --worker N|all             which VM of a pod (default all: the first writes log and checkpoints, so the others have
 #                              a line each)
 #
@@ -11,8 +10,7 @@
 # is no such VM; 4: gcloud could not say whether there is one. Of several VMs, it is the highest.
 me=$0; while [ -L "$me" ]; do l=$(readlink "$me"); case $l in /*) me=$l ;; *) me=$(dirname "$me")/$l ;; esac; done
 . "$(dirname "$me")/lib/common.sh" || exit 2
-WATCH=""
-parse "WATCH" "$@"
+parse "" "$@"
 need_room
 [ ${#ARGS[@]} -gt 0 ] || ARGS=(${NAME:+"$NAME"})
 [ ${#ARGS[@]} -gt 0 ] || die 2 "no VM is named: status.sh HOST, or set NAME in deploy/config.env"
@@ -104,11 +102,4 @@ show() {
   return $status
 }
 
-while [ -n "$WATCH" ]; do
-  show >"$TMP/screen" 2>&1 || true
-  clear 2>/dev/null || true
-  date
-  cat "$TMP/screen"
-  sleep "$POLL_S"
-done
 show

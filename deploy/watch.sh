@@ -30,7 +30,7 @@ me=$0; while [ -L "$me" ]; do l=$(readlink "$me"); case $l in /*) me=$l ;; *) me
 # shellcheck disable=SC2034  # exported by name, below
 MAX_USD="" MAX_HOURS="" MARGIN_S=600 POLL_S=60 PATIENCE=5 STALL_S=1800
 # shellcheck disable=SC2034
-KEEP_VM="" AGAIN="" STATE="" WEBHOOK="" PRICE_API_KEY="" PRICE_API="" TO=$ROOT/checkpoints
+KEEP_VM="" AGAIN="" STATE="" WEBHOOK="" TO=$ROOT/checkpoints
 parse "MAX_USD MAX_HOURS MARGIN_S PATIENCE STALL_S KEEP_VM AGAIN STATE TO" "$@"
 NAME=${ARGS[0]:-$NAME}
 [ -n "$NAME" ] || die 2 "the VM has no name: watch.sh NAME … -- FLAGS"
@@ -53,7 +53,7 @@ done
 STATE=${STATE:-$HOME/.local/state/nanochat/$NAME}
 # shellcheck disable=SC2153  # parse sets it
 for setting in $NAMES; do
-  export "WATCH_$setting=${!setting}"  # in the environment, where other users do not see the webhook and the key
+  export "WATCH_$setting=${!setting}"  # in the environment, where other users do not see the webhook
 done
 [ -z "$TMP" ] || rm -rf "$TMP"
 export "WATCH_WANDB_API_KEY=${WANDB_API_KEY:-}"

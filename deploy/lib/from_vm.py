@@ -5,7 +5,6 @@
 What comes before the line BEGIN, such as a greeting in .bashrc, is left out. HOW is one of these:
 
     lines               text, with control characters as escapes
-    raw                 bytes as they are
     only FORM           the lines of this form
     fields              the NAME=VALUE lines of on_vm.sh's probe, each of its own form
     files FOLDER NAMES  these files and folders, which are put into the new FOLDER
@@ -122,10 +121,6 @@ def read(stream, how, what):
     """Reads the VM's answer and prints what is wanted of it."""
     if how == "lines":
         copy_lines(stream, sys.stdout)
-    elif how == "raw":
-        while content := stream.read1(65536):
-            sys.stdout.buffer.write(content)
-            sys.stdout.buffer.flush()
     elif how == "files":
         receive(stream, what[0], what[1:])
     else:

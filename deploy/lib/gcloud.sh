@@ -122,23 +122,6 @@ lookup() {
   done
 }
 
-# deleted_at NAME ZONE prints the Unix time at which the VM was deleted last. The API's operations know, and gcloud has
-# no command that shows them.
-deleted_at() {
-  local token url=${CLOUDSDK_API_ENDPOINT_OVERRIDES_TPU:-https://tpu.googleapis.com/}
-  token=$(limited "$GCLOUD_S" gcloud auth print-access-token ${ACCOUNT:+--account="$ACCOUNT"} 2>/dev/null) || return 0
-  printf 'header = "Authorization: Bearer %s"\n' "$token" |  # over stdin: no other user sees it
-    curl -sS -f -m 60 -K - "${url}v2/projects/$PROJECT/locations/$2/operations?pageSize=1000" 2>/dev/null |
-    "$PYTHON" -c 'import datetime, json, sys
-times = []
-try:
-    for operation in json.load(sys.stdin)["operations"]:
-        about = operation["metadata"]
-        if about.get("verb") == "delete" and about["target"].endswith(f"/nodes/{sys.argv[1]}") and "endTime" in about:
-            times.append(about["endTime"][:19])
-    print(int(datetime.datetime.fromisoformat(f"{max(times)}+00:00").timestamp()))
-except (ValueError, LookupError, TypeError, AttributeError): pass' "$1" || true
-}
 # newest_in FOLDER prints the newest whole checkpoint there: its SHA256SUMS is copied last.
 newest_in() {
   limited "$GCLOUD_S" gcloud storage ls "$1/step_*/SHA256SUMS" ${ACCOUNT:+--account="$ACCOUNT"} 2>/dev/null |

@@ -3,15 +3,13 @@
 #
 #   deploy/lib/look.sh NAME --what=vm      the VM, as gcloud describes it
 #
-#   --what vm|run|rate         the VM; its newest run; or nothing, while --bytes random bytes are copied here
+#   --what vm|run              the VM; or its newest run
 #   --what limit               sets the VM's own limit to --max_hours: "yes" if it may delete itself, or why not
-#   --what end                 the Unix time at which the VM was deleted in --zones, as gcloud's operations know
 #   --what mirror              the newest whole checkpoint in the folder --bucket of a run's mirror
-#   --vm_ips A,B --vm_id ID    for run, limit and rate: the addresses and the id that --what=vm printed
-#   --bytes N                  how many bytes rate copies
+#   --vm_ips A,B --vm_id ID    for run and limit: the addresses and the id that --what=vm printed
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh" || exit
-WHAT="" VM_ID="" VM_IPS="" BYTES=20000000 MAX_HOURS="" MARGIN_S=600
-parse "WHAT VM_ID VM_IPS BYTES MAX_HOURS MARGIN_S" "$@"
+WHAT="" VM_ID="" VM_IPS="" MAX_HOURS="" MARGIN_S=600
+parse "WHAT VM_ID VM_IPS MAX_HOURS MARGIN_S" "$@"
 NAME=${ARGS[0]:-$NAME}
 if [ "$WHAT" = vm ]; then
   lookup "$NAME"
@@ -23,7 +21,6 @@ if [ "$WHAT" = vm ]; then
   exit 0
 fi
 case $WHAT in
-  end) settle "$NAME"; echo "deleted_at=$(deleted_at "$NAME" "$ZONES")"; exit 0 ;;
   limit)
     settle "$NAME"
     limit_after "$MAX_HOURS" "projects/$PROJECT/locations/$ZONES/nodes/$NAME"
@@ -33,9 +30,7 @@ case $WHAT in
 esac
 WORKER=0
 aim
-# shellcheck disable=SC2016  # it is evaluated on the VM
 case $WHAT in
   run) READ=(fields); vm 0 probe ;;
-  rate) READ=(raw); vm 0 'head -c "$1" /dev/urandom' "$BYTES" | wc -c ;;
-  *) die 2 "--what=$WHAT is not vm, run, limit, rate, end or mirror" ;;
+  *) die 2 "--what=$WHAT is not vm, run, limit or mirror" ;;
 esac

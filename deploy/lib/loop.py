@@ -162,7 +162,7 @@ class Loop:
             elif state.vm.exists and self.probe(min(60, limit_s)):
                 self.error = "gcloud finds no VM, but it answers"
             else:
-                self.forget_lost_vm()
+                self.forget_vm()
                 self.was_absent = False
             return Seen("unknown" if self.error and state.vm.exists else "absent", error=self.error)
         seen = Seen(fields["state"], fields["health"], fields["type"], fields["spot"] == "True")
@@ -172,37 +172,14 @@ class Loop:
             state.vm = Vm()
         state.vm.state, state.creating, self.was_absent = fields["state"], False, False
         state.vm.zone, state.vm.id, state.vm.ips = fields["zone"], fields["id"], fields["ips"] or state.vm.ips
-        if fields["state"] not in GONE:
-            state.vm.seen_at = self.now()
         self.save()
         return seen
 
-    def forget_lost_vm(self):
-        """Forgets a VM that is gone, except when it was deleted: this machine may have slept for hours since."""
-        vm, now = self.state.vm, self.now()
-        if not vm.exists:
-            return
-        fields = self.call("lib/look", LOOK_S, "--what=end", f"--zones={vm.zone}").fields
-        gone_at = number(fields.get("deleted_at"))
-        self.count()
-        if 0 < vm.seen_at <= gone_at <= now:
-            self.state.spent_usd = max(0, self.state.spent_usd - self.usd() * (self.state.counted_at - gone_at) / 3600)
-            at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(gone_at))
-            self.note(f"gcloud's operations say that the VM was deleted at {at}: it has cost nothing since")
-        self.forget_vm()
-
     def count_lost_creation(self):
-        """Counts the VM of a creation that was interrupted, if it is gone: it may have deleted itself at its limit."""
-        if not self.state.creating:
-            return
-        answers = [self.call("lib/look", LOOK_S, "--what=end", f"--zones={zone}") for zone in self.settings.zones]
-        gone_at = max(number(answer.fields.get("deleted_at")) for answer in answers)
+        """Counts a creation of which nobody knows whether it made a VM as if it had: the VM may have deleted itself."""
         self.count()
-        if self.state.creating_at <= gone_at <= self.now():
-            after_usd = self.usd() * (self.state.counted_at - gone_at) / 3600
-            self.state.pending_usd = max(0, self.state.pending_usd - after_usd)
+        if self.state.creating:
             self.state.charge()
-            self.note("the creation that was interrupted had made a VM, which is deleted by now")
         self.state.pending_usd = 0
 
     def forget_vm(self):
@@ -240,23 +217,11 @@ class Loop:
         if result.status or not fields.get("state"):
             self.error = result.last_line or "an empty answer"
             return None
-        vm.seen_at = self.now()
         vm.run, vm.checkpoint, vm.mirrored = (fields.get(name, "") for name in ("run", "checkpoint", "mirrored"))
         vm.mirror_fails = bool(fields.get("mirror_error")) and is_behind(fields)
         vm.checkpoint_bytes = number(fields.get("checkpoint_bytes"))
         self.save()
         return fields
-
-    def measure_rate(self):
-        """Measures how fast bytes come from the VM to this machine, for the part of the budget that is reserved."""
-        vm, size, started = self.state.vm, 20_000_000, self.now()
-        result = self.call("lib/look", 300, "--what=rate", f"--bytes={size}", *self.address())
-        if result.status or number(result.last_line.strip()) != size:
-            return
-        vm.bytes_per_s = size / max(0.1, self.now() - started)
-        self.save()
-        self.note(f"a checkpoint has {vm.checkpoint_bytes / 1e9:.2f} GB, and {vm.bytes_per_s / 1e6:.1f} MB a second "
-                  f"arrive here: {self.reserve_s():.0f} s of the budget are reserved for its end")
 
     # ------------------------------------------------------------------
     # The VM
@@ -265,7 +230,7 @@ class Loop:
         """Creates the VM; before that, it writes down that one may exist. Returns whether there is one."""
         tries = self.state.tries
         self.count_lost_creation()
-        self.state.creating, self.state.creating_at = True, self.now()
+        self.state.creating = True
         if not self.save():  # nobody would count what it costs
             self.state.creating = False
             return False
@@ -284,7 +249,6 @@ class Loop:
             self.note(f"VM created: {result.last_line}")
             tries.misses = 0
             self.look_up()
-            self.delete_twins()
             self.state.vm.has_limit = True
             self.state.vm.deletes_itself = f"{self.settings.name} deletes itself" in result.output
             self.save()
@@ -320,20 +284,6 @@ class Loop:
         self.condition("limit", text)
         self.save()
 
-    def delete_twins(self):
-        """Deletes a second VM of the same name in another zone: gcloud may have overlooked the first when the second
-        was created. The older one stays, because it may have a run."""
-        found = []
-        for zone in self.settings.zones if len(self.settings.zones) > 1 else ():
-            fields = self.call("lib/look", LOOK_S, "--what=vm", f"--zones={zone}").fields
-            if fields.get("state", "absent") not in ("absent", "unknown") and fields.get("remembered"):
-                found.append((fields["state"] in GONE, fields["created"], zone))
-        for _, _, zone in sorted(found)[1:]:
-            self.note(f"there is a second VM {self.settings.name}, in {zone}: it is deleted")
-            self.delete(zone=zone)
-        if len(found) > 1:
-            self.look_up()
-
     def replace(self, why, is_futile=False):
         """Deletes a lost or useless VM, if its newest checkpoint is safe; the next look creates another."""
         vm, tries = self.state.vm, self.state.tries
@@ -360,11 +310,11 @@ class Loop:
         if self.state.tries.troubles <= self.settings.patience:
             self.note(f"{why} ({self.state.tries.troubles} of {self.settings.patience})")
 
-    def delete(self, limit_s=DELETION_S, zone=None):
+    def delete(self, limit_s=DELETION_S):
         """Deletes the VM and returns the status of delete.sh: 0 deleted, 3 there is none."""
-        zones = zone or self.state.vm.zone or self.all_zones()
+        zones = self.state.vm.zone or self.all_zones()
         result = self.call("delete", limit_s, "--yes", f"--zones={zones}")
-        if result.status == 0 and not zone:
+        if result.status == 0:
             self.forget_vm()
         self.error = result.last_line
         return result.status
@@ -386,7 +336,7 @@ class Loop:
                 self.condition("delete", f"VM NOT DELETED, IT MAY STILL COST MONEY; trying again: {self.error}")
             if absent < wanted:
                 self.wait(self.settings.poll_s)
-        self.forget_lost_vm()
+        self.forget_vm()
         self.count_lost_creation()
         self.state.creating = False
         self.save()

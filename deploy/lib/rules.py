@@ -97,8 +97,7 @@ def _with_vm(settings, vm, tries, seen):
     if state == "running":
         tries.troubles = tries.futile = 0
         actions += [("show", f"running, step {steps}")]
-        actions += [] if vm.has_limit else [("set_limit",)]
-        return actions + [("measure_rate",)] if vm.checkpoint_bytes and not vm.bytes_per_s else actions
+        return actions if vm.has_limit else [*actions, ("set_limit",)]
     if state == "none":
         return actions + [("prepare",)]
     if state == "orphans":

@@ -6,7 +6,6 @@ prints, as assignments for the shell, what config.env and the flags of a script 
 all words after --, GIVEN the names that were given as flags, NAMES those of all settings of the script. config.env is
 read, and never run.
 """
-import csv
 import difflib
 import os
 import re
@@ -43,16 +42,15 @@ COMMON = {  # of all scripts
 }
 OWN = {  # of one script or of some
     "AGAIN": YES_NO, "ALL": YES_NO, "KEEP_VM": YES_NO, "KILL": YES_NO, "NO_CHECKPOINTS": YES_NO,
-    "NO_TOKENIZER": YES_NO, "RAW": YES_NO, "WATCH": YES_NO, "YES": YES_NO,
-    "BACKOFF_S": WHOLE, "BYTES": WHOLE, "MARGIN_S": WHOLE, "MIN_FREE_GB": WHOLE, "PATIENCE": WHOLE, "ROUNDS": WHOLE,
+    "NO_TOKENIZER": YES_NO, "YES": YES_NO,
+    "BACKOFF_S": WHOLE, "MARGIN_S": WHOLE, "MIN_FREE_GB": WHOLE, "PATIENCE": WHOLE, "ROUNDS": WHOLE,
     "STALL_S": WHOLE, "TAIL": WHOLE, "MAX_HOURS": NUMBER, "MAX_USD": NUMBER,
     "STATE": PATH, "TO": PATH,
     "VM_ID": (r"[A-Za-z0-9_-]+", "a VM's id"), "VM_IPS": WORD, "WHAT": WORD,
 }
-CONFIG_ONLY = {"WEBHOOK": URL, "PRICE_API_KEY": WORD, "PRICE_API": URL}  # some are secret
+CONFIG_ONLY = {"WEBHOOK": URL}  # it may be secret
 FORMS = {**COMMON, **OWN, **CONFIG_ONLY}
 NOT_PASSED_ON = ("NAME", "WORKER", "WAIT_S", "POLL_S", "DRY_RUN", "VERBOSE")  # settings that each script has for itself
-PRICES = Path(__file__).resolve().parents[2] / "nanochat/device/prices.csv"
 
 
 class Refused(Exception):
@@ -80,22 +78,7 @@ def read_value(name, text, given):
         raise Refused(f"{given}: {name} must be {words}")
     if FORMS[name] is YES_NO:
         return "1" if text.lower() in ("1", "yes", "true", "on") else ""
-    for zone in text.split(",") if FORMS[name] is ZONES and text else ():
-        check_zone(zone, given)
     return text
-
-
-def check_zone(zone, given):
-    """Refuses a zone that looks like a misspelt one. The table of prices does not name all regions."""
-    try:
-        with open(PRICES, encoding="utf-8") as file:
-            regions = {row["region"] for row in csv.DictReader(line for line in file if not line.startswith("#"))}
-    except OSError:
-        return
-    region, places = zone.rpartition("-")[0], {region.rstrip("0123456789") for region in regions}
-    place = region.rstrip("0123456789")
-    if place not in places and difflib.get_close_matches(place, places, 1, 0.84):
-        raise Refused(f"{given}: there is no zone {zone}{near(region, sorted(regions))}")
 
 
 def read_config(path):
@@ -230,8 +213,6 @@ class Settings:
     state: Path
     to: Path
     webhook: str
-    price_api_key: str
-    price_api: str
 
     @property
     def run(self):

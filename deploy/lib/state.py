@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from deploy.lib.from_vm import LARGEST, printable
 from nanochat.record.alerts import post
 
-RATE_UNTIL_MEASURED = 5e6  # bytes per second between the VM and this machine: 40 Mbit/s, a slow line
+BYTES_PER_S = 5e6  # from the VM to this machine: 40 Mbit/s, a slow line
 
 
 # Both clocks go on while the machine sleeps, the first on Linux and the second on macOS.
@@ -102,8 +102,6 @@ class Vm:
     mirrored: str = ""  # the newest one that the mirror has
     mirror_fails: bool = False  # for so long that nobody should wait for it
     fetched: str = ""  # the newest one that was fetched to this machine
-    bytes_per_s: float = 0  # from the VM to this machine, as measured; 0: not yet
-    seen_at: float = 0  # the time of the last sign of life
     has_limit: bool = False  # whether this start of watch.sh has set the VM's own limit
     deletes_itself: bool = False  # at that limit: it has said that it may
 
@@ -123,7 +121,7 @@ class Vm:
 
     def transfer_s(self):
         """Returns the seconds that copying the newest checkpoint to this machine takes, with a quarter to spare."""
-        return 1.25 * self.checkpoint_bytes / (self.bytes_per_s or RATE_UNTIL_MEASURED)
+        return 1.25 * self.checkpoint_bytes / BYTES_PER_S
 
 
 @dataclass
@@ -156,7 +154,6 @@ class State:
     elapsed_s: float = 0
     spent_usd: float = 0
     pending_usd: float = 0  # what a creation cost if it made a VM
-    creating_at: float = 0  # when it began
     is_lost: bool = False  # whether there was a file that could not be read: what was spent is not known
 
     @classmethod

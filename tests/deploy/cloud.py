@@ -146,11 +146,6 @@ class Cloud:
             del self.nodes[name]
             if self.vanishing:
                 raise Failure(404, "NOT_FOUND", f"Resource '{name}' was not found")
-        elif match[4] == ":stop":
-            node["state"] = "STOPPED"
-        elif match[4] == ":start":
-            node["state"] = "READY"
-            self.connect(node)
         else:
             return self.grow(node)
         return self.operation(match[1], node, verb=method.lower())

@@ -17,16 +17,15 @@ class World:
         self.now, self.done, self.fails = 1_000_000.0, [], {}
         self.vm, self.run, self.copies = dict(READY), dict(RUNNING), 0
         self.price = 2.0  # an hour
-        self.deleted_at = self.in_bucket = ""  # what gcloud's operations and the mirror's bucket know
+        self.in_bucket = ""  # what the mirror's bucket has
         self.settings = Settings(
             name="nano", type="v6e-4", zones=("us-west4-a",), spot=True, flags=("--run=d16",), verb_flags=(),
             has_bucket=False, max_usd=None, max_hours=100, usd_per_hour=2, margin_s=600, poll_s=60, patience=3,
             stall_s=1800, keep_vm=False, again=False, state=folder / "state", to=folder / "results",
-            webhook="", price_api_key="", price_api="")
+            webhook="")
         self.settings.state.mkdir()
         self.journal = Journal(self.settings.state, "nano")
-        known = Vm(state="READY", id="1", zone="us-west4-a", ips="192.0.2.1", run="d16", bytes_per_s=1e6,
-                   has_limit=True)
+        known = Vm(state="READY", id="1", zone="us-west4-a", ips="192.0.2.1", run="d16", has_limit=True)
         self.state = State(vm=known, counted_at=self.now, existed=True)
 
     def __call__(self, verb, limit_s, *flags):
@@ -38,7 +37,7 @@ class World:
             failure = failure(flags)
         if failure == TIMED_OUT:
             self.now += limit_s
-        if not self.vm and what in ("run", "rate"):
+        if not self.vm and what == "run":
             failure = 255
         if failure is not None:
             return Result(failure, f"error: {what} failed")
@@ -53,9 +52,6 @@ class World:
 
     def answer_run(self, flags):
         return self.lines(self.run)
-
-    def answer_rate(self, flags):
-        return "20000000\n"
 
     def answer_create(self, flags):
         self.vm = dict(READY, id=str(int(self.state.vm.id or 0) + 1))
@@ -83,9 +79,6 @@ class World:
 
     def answer_limit(self, flags):
         return "yes\n"
-
-    def answer_end(self, flags):
-        return f"deleted_at={self.deleted_at}\n"
 
     def answer_mirror(self, flags):
         return f"mirrored={self.in_bucket}\n"

@@ -292,10 +292,6 @@ def test_status_shows_one_screen_for_a_running_and_for_a_crashed_run(laptop, vm)
     for part in ("d16 running", "of 2000", "175000 tokens/s", "MFU 31.2%", "1 h 01 min left", "GB free",
                  "checkpoint step_0000", "0 min old"):
         assert part in output, output
-    watching = laptop.start("status.sh", vm.ip, "--watch", "--poll_s=1")
-    for _ in range(2):
-        eventually(lambda: "d16 running" in watching.stdout.readline())
-    watching.kill()
     laptop.run("stop_run.sh", vm.ip)
     output = laptop.run("status.sh", vm.ip)
     assert "ended with status 75" in output and "175000 tokens/s" in output and "min left" not in output

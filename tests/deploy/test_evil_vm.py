@@ -102,7 +102,7 @@ def test_files_that_were_asked_for_arrive_without_their_modes(tmp_path):
 ESCAPES = "\x1b]52;c;cHduZWQ=\x07 \x1b[2J \x9b2J \r\u202e"
 
 
-def test_escapes_of_a_terminal_are_printed_as_escapes_unless_raw_is_wanted(laptop, vm):
+def test_escapes_of_a_terminal_are_printed_as_escapes(laptop, vm):
     answers(vm, f"{GOOD}error={ESCAPES}\n")
     bashrc = (vm.home / ".bashrc").read_text()
     (vm.home / ".bashrc").write_text(bashrc.replace("cat ~/answer", "cat ~/answer >&2; cat ~/answer"))
@@ -111,7 +111,6 @@ def test_escapes_of_a_terminal_are_printed_as_escapes_unless_raw_is_wanted(lapto
         output = laptop.run(script, vm.ip, *flags, status=status)
         assert not set(output) & set("\x1b\x07\x9b\r\u202e"), script
         assert "\\x1b]52;c;cHduZWQ=\\x07" in output, script
-    assert "\x1b[2J" in laptop.run("logs.sh", vm.ip, "--raw")
 
 
 def test_escapes_are_escapes_in_the_journal_too(tmp_path, capsys):
@@ -143,7 +142,7 @@ def test_fields_out_of_bounds_are_as_missing_ones():
 @pytest.mark.parametrize("value", [int("9" * 400), -1, LARGEST, "5", None, [], True, float("inf")])
 def test_a_state_that_cannot_be_used_is_as_one_that_is_missing(tmp_path, value):
     path = tmp_path / "state.json"
-    vm = {"state": "READY", "checkpoint_bytes": value, "bytes_per_s": value, "run": 5}
+    vm = {"state": "READY", "checkpoint_bytes": value, "run": 5}
     path.write_text(json.dumps({"vm": vm, "spent_usd": value, "counted_at": value, "flags": 7, "tries": value}))
     state = State.load(path, 9)
     assert state == State(vm=Vm(state="READY"), counted_at=9) and state.vm.transfer_s() == 0

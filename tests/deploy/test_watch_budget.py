@@ -64,23 +64,17 @@ def test_an_error_that_nobody_can_be_told_and_one_of_the_look_delete_the_vm_neve
     assert world.loop().run() == 7 and world.vm is None
 
 
-def test_the_reserve_follows_from_the_size_of_the_checkpoint_and_the_measured_rate(world):
+def test_the_reserve_follows_from_the_size_of_the_checkpoint(world):
     world.settings = replace(world.settings, max_usd=5)
     world.run |= {"checkpoint_bytes": "4000000000", "mirrored": ""}
-    world.state.vm.bytes_per_s = 0
-    world.fails["rate"] = 255
     polls(loop := world.loop(), 1)
-    assert not world.state.vm.bytes_per_s
-    del world.fails["rate"]
-    polls(loop, 1)  # measures 4 MB a second: 20 MB in 5 s
-    assert world.state.vm.bytes_per_s == 4e6
-    assert loop.reserve_s() == 600 + 1.25 * 1000
+    assert loop.reserve_s() == 600 + 1.25 * 800
     limits = []
     world.answer_fetch = lambda flags: (world.settings.to / "d16/step_000111").mkdir(parents=True) or "here\n"
     call = world.__call__
     loop.call = lambda verb, limit_s, *flags: limits.append((verb, limit_s)) or call(verb, limit_s, *flags)
     assert loop.run() == 7
-    assert dict(limits)["fetch"] > 1.25 * 1000 and dict(limits)["stop_run"] > 300
+    assert dict(limits)["fetch"] > 1.25 * 800 and dict(limits)["stop_run"] > 300
 
 
 def test_the_reserve_has_no_copy_home_of_what_the_mirror_takes(world):
@@ -199,14 +193,11 @@ def test_a_vm_that_never_became_healthy_has_cost_money_and_one_that_was_never_th
         assert world.state.spent_usd == pytest.approx(spent, abs=0.01) and not world.state.creating
 
 
-@pytest.mark.parametrize("lasted_h, spent", [(0.8, 0.8), ("", 0), (-1, 0)])
-def test_a_vm_of_an_interrupted_creation_counts_though_it_has_deleted_itself_since(world, lasted_h, spent):
-    """The watch was killed while create.sh went on. A deletion before the creation was that of another VM."""
-    began_at = world.now - 10 * HOUR
-    world.state, world.vm = State(counted_at=began_at, creating=True, creating_at=began_at), None
-    world.deleted_at = lasted_h and int(began_at + lasted_h * HOUR)
+def test_a_vm_that_an_interrupted_creation_may_have_made_counts_though_it_is_not_there(world):
+    """The watch was killed while create.sh went on, and the VM may have deleted itself since."""
+    world.state, world.vm = State(counted_at=world.now - HOUR, creating=True), None
     assert world.loop().run() == 7
-    assert world.state.spent_usd == pytest.approx(spent, abs=0.05) and not world.state.creating
+    assert world.state.spent_usd == pytest.approx(1, abs=0.05) and not world.state.creating
 
 
 def test_a_login_that_expired_before_the_creation_costs_nothing(world):
@@ -246,18 +237,3 @@ def test_a_state_folder_that_somebody_deleted_stops_no_count(world):
     shutil.rmtree(world.settings.state)
     assert loop.run() == 7 and world.vm is None
     assert 0.8 < world.state.spent_usd <= 1
-
-
-@pytest.mark.parametrize("deleted_after, spent", [(7, 7), ("", 10), (-1, 10), (99, 10), (10**12, 10)])
-def test_a_vm_that_was_deleted_while_this_machine_slept_costs_nothing_after_its_deletion(world, deleted_after, spent):
-    world.settings = replace(world.settings, max_usd=8)
-    loop = world.loop()
-    loop.look_up()
-    loop.count()
-    if deleted_after:
-        world.deleted_at = int(world.now + deleted_after * HOUR)
-    world.now += 10 * HOUR
-    world.vm = None
-    assert loop.run() == 7
-    assert world.state.spent_usd == pytest.approx(spent, abs=0.2)
-    assert ("it has cost nothing since" in world.text()) == (spent == 7)

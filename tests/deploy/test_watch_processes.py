@@ -178,44 +178,6 @@ def test_the_webhook_gets_every_line_as_it_is_and_does_not_hold_the_watch_up(tmp
     slow.close()
 
 
-def sku(text, usd, regions, usage="OnDemand"):
-    return {"description": text, "category": {"usageType": usage}, "serviceRegions": regions, "pricingInfo": [
-        {"pricingExpression": {"tieredRates": [{"unitPrice": {"units": str(int(usd)), "nanos": int(usd % 1 * 1e9)}}]}}]}
-
-
-def test_googles_price_list_counts_where_there_is_a_key_and_the_table_where_it_gives_no_answer(tmp_path):
-    pages = {"": {"skus": [sku("TpuV6e Spot Preemptible in Columbus", 1.35, ["us-east5"]),
-                           sku("TpuV6e in Columbus", 2.7, ["us-east5"]),
-                           sku("Commitment: TpuV6e", 1.2, ["us-east5"], "Commit1Yr")], "nextPageToken": "a b"},
-             "a%20b": {"skus": [sku("TpuV6e Spot in Tokyo", 0.86, ["asia-northeast1"]),
-                                sku("TpuV5e Spot in Columbus", 9, ["us-east5"])], "nextPageToken": ""}}
-    server = Server(lambda path: pages[path.split("pageToken=")[1].split("&")[0]])
-    settings = replace(World(tmp_path).settings, zones=("us-east5-a", "asia-northeast1-b", "us-west1-c"),
-                       usd_per_hour=None, price_api_key="k3y", price_api=server.url)
-    said = []
-    assert catalogue.hourly_prices(settings, said.append) == pytest.approx(
-        {"us-east5-a": 5.4, "asia-northeast1-b": 3.44, "us-west1-c": 4 * 0.5729}, abs=0.01)
-    assert all("key=k3y" in path for path in server.paths) and len(server.paths) == 2
-    assert catalogue.hourly_prices(replace(settings, spot=False), said.append)["us-east5-a"] == pytest.approx(10.8)
-    server.close()
-    assert catalogue.hourly_prices(settings, said.append)["us-east5-a"] == pytest.approx(4.32)
-    assert "the table of prices counts" in said[-1] and "k3y" not in " ".join(said)
-    assert catalogue.hourly_prices(replace(settings, usd_per_hour=0.0), said.append)["us-east5-a"] == 0
-
-
-@pytest.mark.parametrize("answer", [
-    {"skus": "none"}, {"skus": [7]}, [], {"error": {"code": 403}, "skus": None},
-    {"skus": [sku("TpuV6e Spot", 1e9, ["us-east5"])]}, {"skus": [sku("TpuV6e Spot", 0, ["us-east5"])]},
-])
-def test_a_price_list_of_another_form_is_as_none(tmp_path, answer):
-    server, said = Server(lambda path: answer), []
-    settings = replace(World(tmp_path).settings, zones=("us-east5-a",), usd_per_hour=None, price_api_key="k3y",
-                       price_api=server.url)
-    assert catalogue.hourly_prices(settings, said.append)["us-east5-a"] == pytest.approx(4.32)
-    assert "the table of prices counts" in said[-1]
-    server.close()
-
-
 def test_a_zone_that_the_table_does_not_know_counts_at_the_dearest_price_and_that_is_said(tmp_path):
     settings = replace(World(tmp_path).settings, zones=("us-a", "us-west1-c"), usd_per_hour=None)
     said = []
@@ -248,7 +210,7 @@ def test_watch_works_through_a_symbolic_link(tmp_path):
 
 
 def test_the_state_survives_and_one_that_cannot_be_read_is_none(tmp_path):
-    state = State(["--run=a"], "finished", 1, True, Vm("READY", id="1", bytes_per_s=2e6), Tries(2), "push.sh", 7, 5.0)
+    state = State(["--run=a"], "finished", 1, True, Vm("READY", id="1"), Tries(2), "push.sh", 7, 5.0)
     assert state.save(tmp_path / "state.json") and State.load(tmp_path / "state.json", 9) == state
     (tmp_path / "state.json").write_text("{")
     assert State.load(tmp_path / "state.json", 9) == State(counted_at=9, is_lost=True)

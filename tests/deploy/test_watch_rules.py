@@ -261,20 +261,6 @@ def test_no_vm_is_created_that_cannot_be_written_down(world):
     assert "create" in world.done
 
 
-def test_of_two_vms_the_older_one_stays(world):
-    world.settings = replace(world.settings, zones=("us-west4-a", "us-east5-b"))
-    old, new = dict(READY, created="2026-11-21"), dict(READY, created="2026-11-22", zone="us-east5-b", id="7")
-    deleted = []
-
-    def vm(flags):
-        zones = [flag for flag in flags if flag.startswith("--zones=")]
-        world.vm = new if zones == ["--zones=us-east5-b"] else old
-
-    world.fails |= {"vm": vm, "delete": deleted.append}
-    world.loop().delete_twins()
-    assert deleted == [("--yes", "--zones=us-east5-b")] and world.state.vm.id == "1"
-
-
 def test_what_is_done_follows_from_the_state_and_a_look_alone(world):
     crashed = Seen("READY", "HEALTHY", "v6e-4", run={"state": "killed", "run": "d16", "steps": "00007/00010"})
     state = State(vm=Vm("READY"), tries=Tries(crashes=1, furthest=7))
