@@ -86,7 +86,7 @@ def test_the_reserve_has_no_copy_home_of_what_the_mirror_takes(world):
     world.run["mirror_error"] = "403 the account may not write"
     with pytest.raises(BudgetReached):
         polls(loop, 1)
-    assert loop.reserve_s() > 600 + 84000
+    assert loop.reserve_s() > 600 + 20000
 
 
 def test_a_fetch_that_fails_is_repeated_until_the_last_of_the_budget_and_the_loss_is_said(world):
