@@ -115,7 +115,7 @@ def check_validation(sources, flags):
 
 def validation_candidates(projects, sources):
     """Returns those of `projects` that may be held out unasked. Raises BadInput if none may, and there is no table."""
-    tables = {source.project for source in sources if source.table}
+    tables = table_projects(sources)
     # Training would see nothing of a project that is held out, so never one of the user's own.
     candidates = projects - own_projects(sources) - tables
     if not tables and (not candidates or len(projects) == 1):
@@ -126,6 +126,10 @@ def validation_candidates(projects, sources):
 
 def own_projects(sources):
     return {source.project for source in sources if source.is_own}
+
+
+def table_projects(sources):
+    return {source.project for source in sources if source.columns}
 
 
 def total_bytes(sources):
@@ -159,7 +163,7 @@ def scan_all(sources, flags, excluded, scans, run):
     stats = [None] * len(sources)
     # Largest first, so that no worker reads a large source at the end while the others are idle.
     largest_first = sorted(range(len(sources)), key=lambda i: -sources[i].nbytes)
-    with Progress(f"reading {counted(len(sources), 'source')}", total_bytes(sources)) as bar:
+    with Progress("reading the sources", total_bytes(sources)) as bar:
         def done(number, found):
             i = largest_first[number]
             require_seen(folders[i] / STATS)
@@ -186,7 +190,7 @@ def split_projects(sources, stats, flags):
     if flags.val_projects:
         return set(flags.val_projects)
     candidates = validation_candidates(set(bytes_by_project), sources)
-    tables = {source.project for source in sources if source.table}
+    tables = table_projects(sources)
     if tables:
         say(f"held out for validation, not trained on: {flags.val_fraction:.1%} of the projects or paths "
             f"of {', '.join(sorted(tables))}")
