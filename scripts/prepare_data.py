@@ -27,7 +27,7 @@ from nanochat.common import (
     run_script,
     say,
 )
-from nanochat.corpus.build import CorpusFlags, Excluded, names, prepare
+from nanochat.corpus.build import CorpusFlags, names, prepare
 from nanochat.corpus.hub_copies import fetch
 from nanochat.corpus.manifest import MANIFEST, TRAIN_DIR, VAL_DIR
 from nanochat.corpus.ray_cluster import find_address, ray_cluster
@@ -43,7 +43,7 @@ from nanochat.corpus.tables import open_table, pieces
 from nanochat.corpus.workers import worker_pool
 from nanochat.data.hub_files import on_hub, pinned
 from nanochat.data.storage import data_place
-from nanochat.judge.problems import digest, read_problems
+from nanochat.judge.problems import read_problems
 
 LOCK_FILE = ".prepare_data.lock"
 
@@ -164,10 +164,9 @@ def main(argv=None):
               "where": "choose the rows beforehand, as docs/data.md shows"})
     if flags.eval_only and flags.val_projects:
         raise BadInput("--val_projects and --eval_only exclude each other: an evaluation corpus has no training part")
-    problems = []
+    excluded = []
     for name in flags.exclude_problems:
-        problems += read_problems(name, "--exclude_problems")
-    excluded = Excluded(tuple(problem.prompt for problem in problems), digest(problems))
+        excluded += [problem.prompt for problem in read_problems(name, "--exclude_problems")]
     out_dir = require_writable_dir(places.out_dir or get_base_dir() / "parquet").absolute()  # for nodes of a cluster
     cache_dir = (places.cache_dir or get_base_dir() / "downloads").absolute()
     engine = choose_engine(places, flags.task_bytes)

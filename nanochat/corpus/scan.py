@@ -35,17 +35,14 @@ _POINTER = re.compile(rb"version https://git-lfs\.github\.com/spec/|[\w./+-]+\.[
 
 
 def clean(path, data):
-    """Returns (text, note): the bytes of the file as UTF-8 and "" or "recoded", or None and the reason for dropping it.
-    """
+    """Returns (text, reason): the bytes of the file as UTF-8 and "", or None and the reason for dropping it."""
     # UTF-16 with a byte order mark is recoded. So is invalid UTF-8 with at most 1% of non-ASCII bytes, which is usually
     # a name or two in Windows-1252 or Latin-1; other invalid UTF-8 is dropped, because its encoding is unknown.
-    note = ""
     if data[:2] in (b"\xff\xfe", b"\xfe\xff"):
         try:
             data = data.decode("utf-16").encode()
         except UnicodeError:
             return None, "binary"
-        note = "recoded"
     data = data.removeprefix(b"\xef\xbb\xbf")
     if b"\0" in data or len(data.translate(None, _CONTROL)) < 0.99 * len(data):
         return None, "binary"
@@ -58,7 +55,6 @@ def clean(path, data):
             data = data.decode("cp1252").encode()
         except UnicodeDecodeError:  # Windows-1252 leaves five bytes undefined
             data = data.decode("latin-1").encode()
-        note = "recoded"
     visible = len(data.translate(None, b" \t\r\n\f"))
     if not visible:
         return None, "empty"
@@ -71,7 +67,7 @@ def clean(path, data):
     lines = data.split(b"\n")
     if len(data) > 200 * len(lines) or max(map(len, lines)) > 5000:
         return None, "minified"
-    return data, note
+    return data, ""
 
 
 # Text that must not be trained on, such as the prompts of test problems
@@ -190,12 +186,12 @@ def select(row, max_file_bytes, excluded):
     if row.nbytes > max_file_bytes:
         return None, "over_long"
     try:
-        text, note = clean(row.path, row.read())
+        text, reason = clean(row.path, row.read())
     except OSError:
         return None, "unreadable"
     if text is not None and overlaps(text, excluded):
         return None, "overlaps_problem"
-    return text, note
+    return text, reason
 
 
 class _Scan:
@@ -207,16 +203,15 @@ class _Scan:
         self.flags = flags
         self.excluded = excluded
         self.licence = "unknown" if source.columns else licence_of(source)
-        self.stats = dict.fromkeys(("files", "documents", "bytes", "recoded", "emails_replaced", "runs"), 0)
-        self.stats |= {"dropped": Counter(), "licences": Counter()}
+        self.stats = {"files": 0, "documents": 0, "bytes": 0, "runs": 0, "dropped": Counter(), "licences": Counter()}
         self.documents = {".parquet": [], HELD_OUT: []}  # by the end of a run's name
         self.nbytes = 0  # of these
 
     def add(self, row):
         """Adds the document of a Row, or returns the reason for dropping it."""
-        text, note = select(row, self.flags.max_file_bytes, self.excluded)
+        text, reason = select(row, self.flags.max_file_bytes, self.excluded)
         if text is None:
-            return note
+            return reason
         # What a file says of itself counts more than what its project says of all files.
         spdx = _SPDX.search(text, 0, 4096)
         licence = spdx[1].decode() if spdx else row.licence or self.licence
@@ -224,11 +219,8 @@ class _Scan:
             return "licence"
         if SECRETS in self.flags.filters and has_secret(text):
             return SECRETS
-        self.stats["recoded"] += note == "recoded"
         if EMAILS in self.flags.filters:
-            replaced = replace_emails(text)
-            self.stats["emails_replaced"] += replaced != text
-            text = replaced
+            text = replace_emails(text)
         path = os.fsencode(row.path).decode("utf-8", "replace")
         minhash = signature(text)
         self.keep(row.group, {"text": text, "path": path, "source": row.project or self.source.label,

@@ -115,7 +115,7 @@ def open_source(path):
         if path.is_file() and TARBALL.search(path.name):
             return archive_source(path.parent.resolve() / path.name)
     raise BadInput(f"{path} is not a directory, a git checkout or a tarball (.tar, .tar.gz, .bz2, .xz, .zst), nor a "
-                   "file of documents (.parquet, .jsonl, .jsonl.gz, .jsonl.zst, .arrow): check --source")
+                   "file of documents (.parquet, .jsonl, .jsonl.gz, .jsonl.zst): check --source")
 
 
 def open_projects(directory):

@@ -1,5 +1,5 @@
-"""Sources that are tables, whose rows are documents: files and folders of parquet, JSON Lines and Arrow streams, as The
-Stack, Spark and Hugging Face's datasets lay them out. sources.py has the other kinds.
+"""Sources that are tables, whose rows are documents: files and folders of parquet and JSON Lines, as The Stack, Spark
+and Hugging Face's datasets lay them out. sources.py has the other kinds.
 
     source = open_table(path)       # None if it is a folder of C++
     for piece in pieces(source):    # a task each
@@ -32,7 +32,7 @@ ROLES = {
     "language": ("language", "lang", "programming_language"),
 }
 LANGUAGES = {"c", "c++", "cpp", "cuda", "c/c++"}
-KIND = re.compile(r"\.(?:parquet|arrow|(?:jsonl|ndjson|json)(?:\.(?:gz|zst))?)$")
+KIND = re.compile(r"\.(?:parquet|(?:jsonl|ndjson|json)(?:\.(?:gz|zst))?)$")
 _OTHER_KIND = re.compile(r"\.(?:parquet|parq|pq|arrow|feather|jsonl?|ndjson|csv|tsv|orc|avro)(?:\.\w+)?$", re.I)
 _ABOUT = re.compile(r"(?:dataset_infos?|dataset_dict|state)\.json")  # Hugging Face's notes beside the data
 _SURROGATE = re.compile(rb"\\u[dD]|\xed[\xa0-\xbf]")  # perhaps half of a character, which is no Unicode
@@ -104,7 +104,7 @@ def _data_files(directory):
             left_out.append(str(path))
     if left_out:
         say(f"warning: {len(left_out)} files of {directory} are not read, such as {min(left_out)}: convert or rename "
-            "them to .parquet, .jsonl, .jsonl.gz, .jsonl.zst or .arrow")
+            "them to .parquet, .jsonl, .jsonl.gz or .jsonl.zst")
     # A file .json beside others is seldom data.
     return [file for file in found if not file.endswith(".json")] or found
 
@@ -117,23 +117,12 @@ def _schema(path):
             with pq.ParquetFile(path) as file:
                 rows = file.metadata.num_rows
                 schema = file.schema_arrow
-        elif path.suffix == ".arrow":
-            with pa.ipc.open_stream(pa.memory_map(str(path))) as stream:
-                rows = sum(map(len, stream))
-                schema = stream.schema
         else:
             sample = [row for row in next(_json_batches(path, SAMPLE_ROWS), []) if row is not None]
             rows = len(sample)
             names = dict.fromkeys(name for row in sample for name in row)
-            schema = pa.schema([(name, _type_of(sample, name)) for name in names])
+            schema = pa.schema([(name, pa.null()) for name in names])  # each line's values may have other types
     return schema if rows else None
-
-
-def _type_of(rows, name):
-    try:
-        return pa.array([row.get(name) for row in rows]).type
-    except (pa.ArrowException, OverflowError):
-        return pa.null()  # values of several types; if the column is needed, reading it says so
 
 
 def _find_columns(path, there, text_column):
@@ -212,29 +201,17 @@ def _as_text(value):
 def _batches(path, columns):
     """Yields lists of the rows of a file, dicts of these columns, {role: name}; None for a bad line of JSON. Texts are
     bytes or str."""
-    if path.suffix not in (".parquet", ".arrow"):
+    if path.suffix != ".parquet":
         yield from _json_batches(path, text=columns["text"])
         return
-    reader = _arrow_batches if path.suffix == ".arrow" else _parquet_batches
-    for batch in reader(path, {*columns.values()}):
-        yield _as_bytes(pa.Table.from_batches([batch])).to_pylist()
-
-
-def _parquet_batches(path, names):
     with pq.ParquetFile(path, buffer_size=1 << 20, page_checksum_verification=True) as file:
-        there = [name for name in file.schema_arrow.names if name in names]
+        there = [name for name in file.schema_arrow.names if name in columns.values()]
         groups = [file.metadata.row_group(number) for number in range(file.metadata.num_row_groups)]
         nbytes = max(1, sum(group.total_byte_size for group in groups))
         size = max(1, min(ROWS, BATCH_BYTES * file.metadata.num_rows // nbytes))
         # Buffered and without pre_buffer, Arrow holds one page of a column at a time.
-        yield from file.iter_batches(size, columns=there, use_threads=False)
-
-
-def _arrow_batches(path, names):
-    with pa.ipc.open_stream(pa.memory_map(str(path))) as stream:
-        for batch in stream:
-            for start in range(0, len(batch), ROWS):
-                yield batch.select([name for name in batch.schema.names if name in names]).slice(start, ROWS)
+        for batch in file.iter_batches(size, columns=there, use_threads=False):
+            yield _as_bytes(pa.Table.from_batches([batch])).to_pylist()
 
 
 def _as_bytes(table):
