@@ -16,30 +16,19 @@ from the reference by more than their seeds do. docs/ablations.md says more.
 """
 import importlib.util
 import os
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from nanochat.checkpoint.on_disk import list_checkpoints
-from nanochat.common import (
-    BadInput,
-    expand_path,
-    flag,
-    locked,
-    read_flags,
-    read_toml,
-    require_writable_dir,
-    run_script,
-    to_flags,
-)
+from nanochat.common import BadInput, expand_path, flag, read_flags, read_toml, run_script, to_flags
 from nanochat.data.hub_files import require_commits
 from nanochat.device.ranks import prepare_xla_environment, resolve_device_type
 from nanochat.record.history import read_run
 from nanochat.run.processes import expected_world_size, started_module
 
-PREEMPTED = 75  # status of base_train: start the same command again
+ENDS = (2, 75)  # statuses of base_train that end a table, too: refused, for example in use; told to stop
 NOT_FOR_TABLES = ("run", "seed", "resume", "help", "config")
 LEVEL = 0.05  # of the tests, for a whole table
 
@@ -55,7 +44,6 @@ class Flags:
 class Trial:
     """One run of the table."""
     variant: str
-    seed: int
     argv: list  # the flags of base_train
     directory: Path
     num_iterations: int
@@ -73,35 +61,23 @@ def main(argv=None):
     print(f"{len(trials)} runs; {sum(trial.is_finished() for trial in trials)} finished before", flush=True)
     if flags.dry_run:
         return 0
-    runs_dir = require_writable_dir(trials[0].directory.parent)
-    busy = f"another ablate trains the runs of {flags.table}: end it first, or rename the table"
-    with locked(runs_dir / f".{flags.table.stem}.lock", busy):
-        return train_all(trials)
-
-
-def train_all(trials):
-    """Trains the Trials that are not finished, prints the results of all, and returns the exit status."""
-    num_failed = 0
-    for trial in trials:
-        if trial.is_finished():
-            continue
-        with started_module("scripts.base_train", *trial.argv, env={"WANDB_MODE": "disabled", **os.environ}) as process:
-            status = process.wait()
-        if status == PREEMPTED:
-            return status
-        if status:
-            num_failed += 1
-            print(f"warning: {trial.variant}, seed {trial.seed} ended with status {status}", flush=True)
     finals = {trial.variant: [] for trial in trials}
+    failed = []
     for trial in trials:
-        finals[trial.variant] += finals_of(trial)
+        if not trial.is_finished():
+            env = {"WANDB_MODE": "disabled", **os.environ}
+            with started_module("scripts.base_train", *trial.argv, env=env) as process:
+                status = process.wait()
+            if status in ENDS:
+                return status
+            if status:
+                failed.append(trial.directory.name)
+                continue
+        finals[trial.variant] += final_of(trial)
     print_results(finals)
-    if num_failed:
-        print(f"error: {num_failed} of {len(trials)} runs failed; the same command tries them again", file=sys.stderr)
-    return 1 if num_failed else 0
-
-
-# The table
+    if failed:
+        print(f"error: {', '.join(failed)} failed; the same command tries again")
+    return 1 if failed else 0
 
 
 def read_trials(path):
@@ -122,22 +98,16 @@ def read_trials(path):
     for seed in seeds:
         for variant, own in variants.items():
             try:
-                argv = [*flags_of_table(shared | own), f"--run={path.stem}.{variant}.{seed}", f"--seed={seed}"]
-                trials.append(make_trial(variant, seed, argv))
+                for name in (shared | own).keys() & NOT_FOR_TABLES:
+                    raise BadInput(f"{name} is not for a table: leave it out")
+                argv = [*to_flags(shared | own), f"--run={path.stem}.{variant}.{seed}", f"--seed={seed}"]
+                trials.append(make_trial(variant, argv))
             except BadInput as error:
                 raise BadInput(f"{path}: variant {variant}: {error}") from None
     return trials
 
 
-def flags_of_table(values):
-    """Returns the flags of a variant. Raises BadInput."""
-    for name in NOT_FOR_TABLES:
-        if name in values:
-            raise BadInput(f"{name} is not for a table: leave it out")
-    return to_flags(values)
-
-
-def make_trial(variant, seed, argv):
+def make_trial(variant, argv):
     """Returns a Trial, after all checks that need no device: errors come now, and not after hours."""
     from nanochat.checkpoint.meta import load_meta, require_same
     from nanochat.train.flags import parse_flags
@@ -159,26 +129,22 @@ def make_trial(variant, seed, argv):
         require_same(path, {f"--{name}": (meta.flags[name], now[name]) for name in now if name in meta.flags} | {
             "the hash of the tokenizer": (meta.tokenizer_sha256, task.tokenizer.sha256),
             "the hash of the data": (meta.data_fingerprint, task.data_fingerprint)})
-    return Trial(variant, seed, argv, directory, task.plan.num_iterations)
+    return Trial(variant, argv, directory, task.plan.num_iterations)
 
 
-# The results
-
-
-def finals_of(trial):
+def final_of(trial):
     """Returns [the bits per byte at the end of a finished run], or [] if there are none."""
-    if not trial.is_finished():
-        return []
     steps, bits_per_byte = read_run(str(trial.directory)).series("val_bpb")
     if not len(steps) or steps[-1] != trial.num_iterations:
-        print(f"warning: {trial.variant}, seed {trial.seed}, is left out: it has no evaluation of its last step")
+        print(f"warning: {trial.directory.name} is left out: it has no evaluation of its last step")
         return []
     return [bits_per_byte[-1]]
 
 
 def print_results(finals):
     """Prints the table of {variant: [final bits per byte, one of each seed]}. The first variant is the reference."""
-    reference, *others = finals
+    name, *others = finals
+    reference = finals[name]
     width = max(map(len, finals))
     print(f"\n{'variant':{width}}  seeds  bits per byte  ± s.d.  difference       p")
     for variant, values in finals.items():
@@ -186,34 +152,30 @@ def print_results(finals):
         if values:
             deviation = f"{np.std(values, ddof=1):.4f}" if len(values) > 1 else ""
             line += f"  {np.mean(values):13.4f}  {deviation:>6}"
-        if variant == reference:
+        if variant == name:
             line += "  the reference"
-        elif values and finals[reference]:
-            line += f"  {np.mean(values) - np.mean(finals[reference]):+10.4f}"
-            line += f"  {verdict(values, finals[reference], len(others))}"
+        elif values and reference:
+            difference = np.mean(values) - np.mean(reference)
+            line += f"  {difference:+10.4f}  {verdict(values, reference, len(others))}"
         print(line, flush=True)
 
 
 def verdict(values, reference, tests):
-    """Returns the p-value and what follows from it. tests: how many the table has."""
-    if min(len(values), len(reference)) < 2:
-        return "        needs two seeds"
-    # Bonferroni's correction: a table without any true difference shows one with a probability of at most LEVEL.
-    p_value = min(1.0, tests * welch_p(values, reference))
-    if p_value >= LEVEL:
-        return f"{p_value:6.2g}  not beyond the spread of seeds"
-    return f"{p_value:6.2g}  {'better' if np.mean(values) < np.mean(reference) else 'worse'}"
-
-
-def welch_p(first, second):
-    """Returns the two-sided p-value of Welch's test (1947) that two samples, whose spreads may differ, have the same
-    mean."""
+    """Returns the p-value of Welch's test (1947) that two samples, whose spreads may differ, have the same mean, and
+    what follows from it. tests: how many the table has."""
     # It does not pair the seeds: with two of them, a paired test needs a difference of 12.7 standard errors, and
     # Welch's 4.3 or more.
     from scipy.stats import ttest_ind
-    if np.ptp(first) == np.ptp(second) == 0:  # no spread at all: the seed changes nothing
-        return 0.0 if first[0] != second[0] else 1.0
-    return float(ttest_ind(first, second, equal_var=False).pvalue)
+    if min(len(values), len(reference)) < 2:
+        return "        needs two seeds"
+    p_value = float(values[0] == reference[0])
+    if np.ptp(values) or np.ptp(reference):  # else the seed changes nothing
+        p_value = ttest_ind(values, reference, equal_var=False).pvalue
+    # Bonferroni's correction: a table without any true difference shows one with a probability of at most LEVEL.
+    p_value = min(1.0, tests * p_value)
+    if p_value >= LEVEL:
+        return f"{p_value:6.2g}  not beyond the spread of seeds"
+    return f"{p_value:6.2g}  {'better' if np.mean(values) < np.mean(reference) else 'worse'}"
 
 
 if __name__ == "__main__":

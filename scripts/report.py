@@ -13,13 +13,10 @@ After `make demo`, these commands make README.md's picture, report/completion.pn
     python3 -m scripts.report demo --completion=completion.txt --out_dir=report
 """
 import importlib.util
-import json
-import platform
 import re
 import textwrap
 from dataclasses import dataclass
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +27,6 @@ from nanochat.device.tpu import GIB
 from nanochat.record.history import read_run
 from nanochat.record.metrics import format_count, format_duration
 
-MOST_RUNS = 10  # matplotlib has ten colours
 SMOOTH = 10  # steps in the running mean of the loss
 
 
@@ -40,27 +36,19 @@ class Flags:
                       metavar="RUN")
     completion: Path | None = flag(None, "also draw completion.png: the loss beside the text of FILE", metavar="FILE",
                                    of=expand_path)
-    preflight: Path | None = flag(None, "also print the measurements beside FILE of tpu_preflight --json",
-                                  metavar="FILE", of=expand_path)
     out_dir: Path | None = flag(None, "the report's folder; default: report/ in the first run's", of=expand_path)
 
 
 def main(argv=None):
     (flags,) = read_flags(argv, __doc__, {Flags: "flags"})
-    if len(flags.runs) > MOST_RUNS:
-        raise BadInput(f"{len(flags.runs)} runs are too many for one picture: give at most {MOST_RUNS}")
     if not importlib.util.find_spec("matplotlib"):
         raise BadInput("matplotlib is not installed: pip install '.[report]'")
-    estimate = read_preflight(flags.preflight) if flags.preflight else None
     completion = flags.completion and read_named("completion", flags.completion).decode(errors="replace")
     runs = [read_run(name) for name in flags.runs]
     out_dir = require_writable_dir(flags.out_dir or runs[0].directory / "report")
-    texts = [format_table(summarise(runs))]
+    print(summarise(runs))
     for run in runs:
-        texts.append("\n".join([f"Recommendations for {run.name}:", *recommend(run, flags_of(run))]))
-    if estimate:
-        texts.append(markdown_block(runs[0], estimate))
-    print("\n\n".join(texts))
+        print("", f"Recommendations for {run.name}:", *recommend(run, flags_of(run)), sep="\n")
     shown = [panel for panel in PANELS if any(len(run.series(panel[0])[0]) for run in runs)]
     pictures = [save_figure(out_dir / "curves.png", [partial(draw_metric, runs, *panel) for panel in shown])]
     if completion is not None:
@@ -73,50 +61,38 @@ def main(argv=None):
 
 
 def summarise(runs):
-    """Returns the rows of the summary, (label, [a text for each run]), without those that are empty for all runs."""
-    columns = [summary_of(run) for run in runs]
-    rows = [(label, [column[label] for column in columns]) for label in columns[0]]
-    return [(label, texts) for label, texts in rows if any(texts)]
+    """Returns the table as text: a line for each figure that a run has, and a column for each run."""
+    columns = [figures(run) for run in runs]
+    rows = [[label, *(column[label] for column in columns)] for label in columns[0]]
+    rows = [row for row in rows if any(row[1:])]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
-def summary_of(run):
+def figures(run):
     """Returns {label: text} of one run, "" for what is unknown. All runs have the same labels."""
     losses = run.series("loss")[1][-20:]
-    sets = sorted({name for record in run.records for name in record if name.startswith("val_bpb_")})
     return {
         "run": run.name,
         "steps": f"{run.records[-1]['step']:,}",
-        "tokens": text(run.last("tokens"), "{:,.0f}"),
-        "puzzles": text(run.last("puzzles"), "{:,.0f}"),
-        "positions per row": ", ".join(f"{length:,} at step {step:,}" for step, length in run.lengths()),
+        "seen": text(run.last(run.unit), f"{{:,.0f}} {run.unit}"),
         "loss, last 20 steps": f"{losses.mean():.4f}" if len(losses) else "",
         "validation, bits per byte": validation_at(run, lambda values: -1),
         "the best": validation_at(run, np.argmin),
-        "validation sets": ", ".join(f"{name.removeprefix('val_bpb_')} {run.last(name):.4f}" for name in sets
-                                     if run.last(name) is not None),
         "held-out puzzles solved": text(run.last("val_exact"), "{:.1%}"),
-        "tokens/s, median": text(run.median("tokens_per_s"), "{:,.0f}"),
-        "puzzles/s, median": text(run.median("puzzles_per_s"), "{:,.0f}"),
+        "speed, median": text(run.median(f"{run.unit}_per_s"), f"{{:,.0f}} {run.unit}/s"),
         "MFU, median": text(run.median("mfu"), "{:.1%}"),
-        "waiting for data": text(run.median("data_wait"), "{:.1%}"),
-        "dispatching programs": text(run.median("host_dispatch"), "{:.1%}"),
-        "peak device memory, GiB": text(scaled(peak_bytes(run), 1 / GIB), "{:.1f}"),
+        "peak device memory": text(peak_bytes(run), "{:.1f} GiB", 1 / GIB),
         "wall time": format_duration(run.wall_s()),
         "interruptions": str(len(run.interruptions())),
         "goodput": text(run.last("goodput"), "{:.1%}"),
-        "not training": ", ".join(f"{kind} {part:.1%}" for kind, part in parts_of(run).items()
-                                  if kind != "train" and part >= 0.0005),
         "steps skipped as not finite": text(run.last("bad_steps"), "{:.0f}"),
     }
 
 
-def text(value, form, unknown=""):
-    """Returns the value in this form, or `unknown` for None."""
-    return unknown if value is None else form.format(value)
-
-
-def scaled(value, factor):
-    return None if value is None else value * factor
+def text(value, form, scale=1):
+    """Returns the value × scale in this form, or "" for None."""
+    return "" if value is None else form.format(scale * value)
 
 
 def validation_at(run, choose):
@@ -130,22 +106,14 @@ def validation_at(run, choose):
 
 def peak_bytes(run):
     """Returns the largest peak of a device's memory in bytes, or None if it was not measured."""
-    peaks = run.series("device_memory_peak_bytes")[1]
-    return float(peaks.max()) if len(peaks) else None
+    return max(run.series("device_memory_peak_bytes")[1], default=None)
 
 
 def parts_of(run):
-    """Returns {kind of work, as in goodput.py: its part of the wall time}, the largest first."""
+    """Returns {kind of work, as in goodput.py: its part of the wall time}."""
     seconds = run.seconds()
     total = max(sum(seconds.values()), 1e-9)
-    return {kind: seconds[kind] / total for kind in sorted(seconds, key=seconds.get, reverse=True)}
-
-
-def format_table(rows):
-    """Returns rows, (label, [texts]), as text in columns."""
-    table = [[label, *texts] for label, texts in rows]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, cells, widths)).rstrip() for cells in table)
+    return {kind: part / total for kind, part in seconds.items()}
 
 
 # Recommendations
@@ -215,12 +183,7 @@ PANELS = (  # metric, label of its axis, what its values are multiplied by
     ("val_bpb", "validation, bits per byte", 1),
     ("val_exact", "held-out puzzles solved, %", 100),
     ("tokens_per_s", "tokens a second", 1),
-    ("puzzles_per_s", "puzzles a second", 1),
     ("mfu", "model FLOPs utilisation, %", 100),
-    ("data_wait", "waiting for data, % of the time", 100),
-    ("host_dispatch", "dispatching programs, % of the time", 100),
-    ("lr_multiplier", "learning rates, × their full height", 1),
-    ("seq_len", "positions per row", 1),
     ("grad_norm", "norm of the gradient", 1),
 )
 
@@ -264,69 +227,10 @@ def save_figure(path, panels):
     from matplotlib.figure import Figure
     rows = max(1, -(-len(panels) // 2))
     figure = Figure(figsize=(13, 3.8 * rows + 0.5), dpi=110, layout="constrained")
-    grid = list(figure.subplots(rows, 2, squeeze=False).flat)
-    for panel, axes in zip(panels, grid, strict=False):
-        panel(axes)
-    for axes in grid[len(panels):]:
-        axes.remove()
+    for number, panel in enumerate(panels, 1):
+        panel(figure.add_subplot(rows, 2, number))
     figure.savefig(path, format="png")
     return path
-
-
-# The comparison with the preflight, as Markdown to paste into an issue
-
-PACKAGES = ("torch", "torch_xla", "libtpu", "jax")  # which decide the speed
-
-
-def read_preflight(path):
-    """Returns the report that tpu_preflight wrote to `path`, a JSON object. Raises BadInput."""
-    try:
-        report = json.loads(read_named("preflight", path))
-    except ValueError:
-        report = None
-    names = {"accelerator", "chips", "plan", "kernel", "fits"}
-    if not isinstance(report, dict) or not names <= report.keys():
-        raise BadInput(f"--preflight={path} is not a report of tpu_preflight --json")
-    return report
-
-
-def markdown_block(run, report):
-    """Returns the block as text. run: a History; report: as read_preflight returns it."""
-    estimate = report.get("estimate", {})
-    if lengths := run.lengths():
-        # If rows become longer, the run's medians are of its newest length, so the estimate is that stage's.
-        estimate = estimate.get("stages", {}).get(f"micro_step {lengths[-1][1]}", {})
-    step_ms = scaled(estimate.get("step_s"), 1000)
-    lines = [f"**{report['accelerator']}: run {run.name}, measured beside the preflight's estimate**", "",
-             "| | measured | estimated | measured ÷ estimated |", "|---|---|---|---|",
-             row("step, ms", "{:,.0f}", run.median("step_ms"), step_ms, error_bar(estimate)),
-             row("tokens/s", "{:,.0f}", run.median("tokens_per_s"), estimate.get("tokens_per_s")),
-             row("MFU, %", "{:.1f}", scaled(run.median("mfu"), 100), scaled(estimate.get("mfu"), 100)),
-             row("peak HBM of a chip, GiB", "{:.2f}", scaled(peak_bytes(run), 1 / GIB),
-                 scaled(report.get("peak_bytes"), 1 / GIB))]
-    plan = report["plan"]
-    versions = [f"{name} {metadata.version(name)}" for name in PACKAGES if importlib.util.find_spec(name)]
-    lines += ["", f"{report['chips']} chips, steps of {plan['total_batch_size']:,} tokens, {plan['parameters']:,} "
-              f"parameters, kernel {report['kernel']}; Python {platform.python_version()}, {', '.join(versions)}."]
-    return "\n".join(lines)
-
-
-def row(name, form, measured, estimated, spread=""):
-    ratio = None
-    if measured is not None and estimated:
-        ratio = measured / estimated
-    return f"| {name} | {known(measured, form)} | {known(estimated, form)}{spread} | {known(ratio, '{:.3f}')} |"
-
-
-def known(value, form):
-    return text(value, form, unknown="–")
-
-
-def error_bar(estimate):
-    """Returns that of the estimated step in milliseconds, " (677 to 912)", or "" without an estimate."""
-    if "step_low_s" not in estimate:
-        return ""
-    return f" ({1000 * estimate['step_low_s']:,.0f} to {1000 * estimate['step_high_s']:,.0f})"
 
 
 if __name__ == "__main__":

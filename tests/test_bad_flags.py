@@ -33,7 +33,7 @@ LAUNCHED = ["spawn", "Trainer"]  # of nanochat.train.launch
 WORK = {
     "ablate": ["started_module"], "adapt": ["run_module"], "base_eval": ["nanochat.data.loader.DataLoader"],
     "base_train": LAUNCHED,
-    "bench.kernels": ["measure"], "bench.loader": ["compare_all"], "bench.train": ["Training"], "code_eval": ["Judge"],
+    "bench.kernels": ["measure"], "bench.loader": ["compare"], "bench.train": ["begin"], "code_eval": ["Judge"],
     "demo": ["run"], "export": ["nanochat.infer.load.load_model"], "generate": ["nanochat.infer.engine.Engine"],
     "import_hf": ["nanochat.export.hub.import_model"], "lsp": ["run"], "prepare_data": ["prepare"],
     "prepare_puzzles": ["make_splits"], "puzzle_train": LAUNCHED, "report": ["summarise"],

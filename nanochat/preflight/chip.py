@@ -40,7 +40,6 @@ from nanochat.train.language import make_model, make_step
 from nanochat.train.plan import make_plan
 
 MIN_FREE_GB = {"tpu": 20, "xla": 1}  # on disk
-MIN_MEMORY_GB = 2  # of the host's, for each process
 # Variables that a VM, Colab, Kaggle or this program sets. Others change the compiler or the runtime.
 KNOWN_VARIABLES = {
     "PJRT_DEVICE", "TPU_ACCELERATOR_TYPE", "TPU_MESH_CONFIG", "TPU_AXIS_NAMES", "TPU_WORKER_ID", "TPU_WORKER_HOSTNAMES",
@@ -62,6 +61,11 @@ class Setting:
     def chips(self):
         return expected_world_size(self.device_type)
 
+    @property
+    def accelerator(self):
+        """The name of the TPU, None on a CPU."""
+        return detect_accelerator() if self.device_type == "tpu" else None
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -80,21 +84,18 @@ class Finding:
 
 def machine(setting):
     """Whether the machine is as a run needs it. It starts no runtime."""
-    foreign = setting.foreign
-    yield Finding("no foreign variables", not foreign, ", ".join(foreign) or "none", "none: unset them")
+    yield Finding("no foreign variables", not setting.foreign, ", ".join(setting.foreign), "none: unset them")
     if setting.device_type == "tpu":
         yield from chips_of_all_sources()
     pids = holders()
     yield Finding("nobody else holds the chips", not pids, f"{len(pids)} processes", "0", "run")
     yield from versions(setting)
-    free_gb = shutil.disk_usage(setting.folder).free / 1e9
-    needed_gb = MIN_FREE_GB[setting.device_type]
-    yield Finding("free disk", free_gb >= needed_gb, f"{free_gb:.1f} GB", f"{needed_gb} GB", "run")
-    memory_gb = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
-    needed_gb = MIN_MEMORY_GB * (setting.chips if setting.device_type == "tpu" else 1)
-    yield Finding("free memory of the host", memory_gb >= needed_gb, f"{memory_gb:.1f} GB", f"{needed_gb} GB")
-    shared_mb = shutil.disk_usage("/dev/shm").free / 1e6
-    yield Finding("/dev/shm", shared_mb >= 60, f"{shared_mb:,.0f} MB free", "60 MB")
+    free_memory = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for what, size, needed_gb, breaks in (
+            ("free disk", shutil.disk_usage(setting.folder).free, MIN_FREE_GB[setting.device_type], "run"),
+            ("free memory of the host", free_memory, 2 * (setting.chips if setting.device_type == "tpu" else 1), ""),
+            ("/dev/shm", shutil.disk_usage("/dev/shm").free, 0.06, "")):
+        yield Finding(what, size >= 1e9 * needed_gb, f"{size / 1e9:.1f} GB", f"{needed_gb} GB", breaks)
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     yield Finding("open files of a process", files >= 1024, f"{files:,}", "1,024")
     is_late = time.time() > Path(__file__).stat().st_mtime
@@ -159,13 +160,14 @@ def collectives(setting):
     problem = "" if status == 0 else last_error(setting.folder / "collectives.log")
     yield Finding("ranks that end", status == 0 and len(found) == setting.chips, problem or str(len(found)),
                   str(setting.chips), "run")
-    for name in found[0]["right"] if found else ():
+    if not found:
+        return
+    for name in found[0]["right"]:
         wrong = sum(not of_rank["right"][name] for of_rank in found)
         yield Finding(name, not wrong, f"wrong on {wrong} of {len(found)} ranks", "as on the CPU", "run")
-    accelerator = detect_accelerator() if setting.device_type == "tpu" else None
-    if found and accelerator and setting.chips > 1:
+    if setting.accelerator and setting.chips > 1:
         seconds = max(of_rank["seconds"] for of_rank in found)
-        tpu = parse_accelerator(accelerator).tpu
+        tpu = parse_accelerator(setting.accelerator).tpu
         expected_s = transfer_s("all-reduce", TIMED_BYTES["tpu"], setting.chips, tpu)
         yield Finding("collectives: 64 MB", True, f"{1000 * seconds:.2f} ms", f"{1000 * expected_s:.2f} ms",
                       factor=seconds / expected_s)
@@ -253,38 +255,37 @@ def kernels(setting):
     for shape, sizes in (SHAPES_ON_CPU if setting.device_type == "xla" else SHAPES).items():
         argv = (*LAYERS, *sizes)
         exact = gradients((*argv, "--kernel=current", "--compute_dtype=float32"), CPU)
-        limits = {products: error_limits((*argv, f"--products={products}"), exact) for products in ("bfloat16", "int8")}
+        usual = {products: gradients((*argv, "--kernel=current", f"--products={products}"), CPU)
+                 for products in ("bfloat16", "int8")}
         for kernel, products in CASES:
             if (kernel, shape) != ("flash", "heads of 64"):  # Pallas kernels have heads of 128
-                yield compare_kernel(f"{kernel}, {shape}, {products}",
-                                     (*argv, f"--kernel={kernel}", f"--products={products}"), dist, exact,
-                                     limits[products])
+                breaks = "int8" if products == "int8" else "run" if kernel == "current" else kernel
+                what = f"{kernel}, {shape}, {products}"
+                try:
+                    found = gradients((*argv, f"--kernel={kernel}", f"--products={products}"), dist)
+                except Exception as error:  # the compiler's, the runtime's, the kernel's: each means that it fails
+                    yield Finding(what, False, anonymous(str(error)), "it compiles and runs", breaks)
+                else:
+                    name, error, limit = worst_of(found, usual[products], exact)
+                    yield Finding(what, error <= limit, f"{name} off by {error:.2%}", f"{limit:.2%}", breaks)
 
 
-def error_limits(argv, exact):
-    """Returns {name: the error that a gradient may have}, by the error of the definition in bfloat16 on the CPU."""
-    usual = errors(gradients((*argv, "--kernel=current", "--compute_dtype=bfloat16"), CPU), exact)
-    limits = {name: max(FEW_ERROR if exact[name].numel() < FEW else SMALLEST_ERROR, TIMES_CPU * error)
-              for name, error in usual.items()}
-    return limits | {"loss": SMALLEST_ERROR}
-
-
-def compare_kernel(what, argv, dist, exact, limits):
-    """Returns the Finding of one kernel on the device. exact: the gradients in fp32; limits: of error_limits."""
-    kernel, _, products = what.split(", ")
-    breaks = "int8" if products == "int8" else "run" if kernel == "current" else kernel
-    try:
-        found = errors(gradients((*argv, "--compute_dtype=bfloat16"), dist), exact)
-    except Exception as error:  # the compiler's, the runtime's, the kernel's: each means that it does not work
-        return Finding(what, False, anonymous(str(error)), "it compiles and runs", breaks)
-    worst = max(found, key=lambda name: found[name] / limits[name] if math.isfinite(found[name]) else math.inf)
-    return Finding(what, found[worst] <= limits[worst], f"{worst} off by {found[worst]:.2%}", f"{limits[worst]:.2%}",
-                   breaks)
+def worst_of(found, usual, exact):
+    """Returns the name of the gradient whose error is largest beside its limit, the error, and the limit. Each argument
+    is {name: tensor}: of the kernel, of the definition in bfloat16 on the CPU, and of the definition in fp32."""
+    rows = []
+    for name, tensor in exact.items():
+        if not tensor.any():
+            continue
+        error, of_usual = (float((of_it[name] - tensor).norm() / tensor.norm()) for of_it in (found, usual))
+        least = FEW_ERROR if 1 < tensor.numel() < FEW else SMALLEST_ERROR
+        rows.append((name, error if math.isfinite(error) else math.inf, max(least, TIMES_CPU * of_usual)))
+    return max(rows, key=lambda row: row[1] / row[2])
 
 
 def gradients(argv, dist):
     """Returns {name: tensor} of the loss and the gradient of each weight, by one micro-step of training."""
-    flags = parse_flags(argv)
+    flags = parse_flags(("--compute_dtype=bfloat16", *argv) if "--compute_dtype=float32" not in argv else argv)
     rows, length = flags.batch.device_batch_size, flags.model.max_seq_len
     plan = make_plan(flags.replace(total_batch_size=rows * length), VOCAB_SIZE, dist.device_type, 1)
     generator = torch.Generator().manual_seed(0)
@@ -301,12 +302,6 @@ def gradients(argv, dist):
         training.micro_step(batch)
     found = {name: p.main_grad.detach().float().cpu() for name, p in training.optimizer.parameters.items()}
     return {"loss": training.sums["loss"].detach().float().cpu(), **found}
-
-
-def errors(found, exact):
-    """Returns {name: length of the difference over the length of the exact tensor}, without tensors of zeros."""
-    return {name: float((found[name] - tensor).norm() / tensor.norm()) for name, tensor in exact.items()
-            if tensor.any()}
 
 
 def last_error(log):

@@ -2,9 +2,8 @@
 
     python3 -m scripts.bench loader --data_dir=DIR
 
-The tokenizer alone gets the same documents as the loader. On a busy machine compare CPU times.
+The tokenizer alone gets the same documents as the loader.
 """
-import resource
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -14,12 +13,11 @@ from nanochat.common import flag, read_flags
 from nanochat.data.loader import DataLoader, RankRows
 from nanochat.data.shards import TextFlags, open_text
 from nanochat.data.tokenizer import TokenizerFlags, load_tokenizer
-from scripts.bench.rounds import Clock, Spent, compare
+from scripts.bench.rounds import compare
 
 # In a round the loader reads this many million characters, then the tokenizer has its turn. If it held the texts of a
 # whole run, the loader could not reuse their memory, and new pages from the kernel would cost it 10 ns per token.
 MILLIONS_IN_ROUND = 8
-UNIT = "a million characters"
 
 
 @dataclass(frozen=True)
@@ -31,20 +29,20 @@ class Flags(TextFlags, TokenizerFlags):
 
 
 class Recorder:
-    """A tokenizer that keeps the round's texts and their characters' number, and the lengths of all documents."""
+    """A tokenizer that keeps the round's texts, and the lengths of all documents in tokens."""
 
     def __init__(self, tokenizer):
         self._tokenizer = tokenizer
-        self.lengths = []  # in tokens; threads append concurrently
+        self.lengths = []  # threads append concurrently
         self.begin()
 
     def __getattr__(self, name):
         return getattr(self._tokenizer, name)
 
     def begin(self):
-        self.groups = []
+        self.groups = []  # of texts
         self.counts = []  # of each group's characters
-        self.ended = time.perf_counter()
+        self.ended = time.perf_counter()  # when the last group was tokenized
 
     def encode_documents(self, texts):
         documents = self._tokenizer.encode_documents(texts)
@@ -60,42 +58,24 @@ class Recorder:
 
 
 def load(loader, recorder):
-    """Makes the rows of a round, and waits until the loader has prefetched its next blocks. Returns the Spent of the
-    tokenized text: rows do not count, because some were prefetched earlier."""
+    """Makes the rows of a round, and returns the seconds of a million tokenized characters: rows do not count, because
+    some were prefetched earlier."""
     recorder.begin()
-    clock = Clock()
     begun = recorder.ended
     while recorder.millions() < MILLIONS_IN_ROUND:
         next(loader)
     # The loader prefetches in threads, so the round ends when a tenth of a second has brought no further document.
-    before = 0
-    while before != len(recorder.counts):
-        before = len(recorder.counts)
-        time.sleep(0.1)
-    # The wall time ends with the last group that was tokenized, without that tenth of a second.
-    return Spent((recorder.ended - begun) / recorder.millions(), clock.spent(recorder.millions()).cpu_s)
+    while time.perf_counter() - recorder.ended < 0.1:
+        time.sleep(0.01)
+    return (recorder.ended - begun) / recorder.millions()
 
 
 def tokenize(pool, tokenizer, recorder):
-    """Tokenizes the texts of the loader's round, because a token takes longer in one document than in another."""
-    clock = Clock()
+    """Tokenizes the texts of the loader's round, because a token takes longer in one document than in another. Returns
+    the seconds of a million characters."""
+    begun = time.perf_counter()
     list(pool.map(tokenizer.encode_documents, recorder.groups))
-    return clock.spent(recorder.millions())
-
-
-def compare_all(flags, shards, tokenizer):
-    before_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    rows = RankRows(flags.device_batch_size, flags.max_seq_len)
-    recorder = Recorder(tokenizer)
-    with DataLoader(shards, recorder, rows, threads=flags.threads) as loader, ThreadPoolExecutor(flags.threads) as pool:
-        compare(UNIT, {"loader": partial(load, loader, recorder),
-                       "tokenizer alone": partial(tokenize, pool, tokenizer, recorder)},
-                flags.rounds, reference="tokenizer alone")
-        dropped = loader.stats["dropped_share"]
-    peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    print(f"peak memory {peak_mb:,.0f} MB, {before_mb:,.0f} MB of it before the loader was opened")
-    best_fit = best_fit_crop(recorder.lengths[:50_000], flags.max_seq_len + 1)
-    print(f"the loader dropped {dropped:.4%} of the tokens; best fit, cropping the rest, drops {best_fit:.2%}")
+    return (time.perf_counter() - begun) / recorder.millions()
 
 
 def best_fit_crop(documents, row_tokens, buffer_size=1000):
@@ -119,5 +99,11 @@ def main(argv=None):
     (flags,) = read_flags(argv, __doc__, {Flags: "flags"})
     tokenizer = load_tokenizer(flags.tokenizer_dir)
     shards = open_text(flags)
-    print(f"{len(shards)} shards, {flags.threads} threads, {flags.device_batch_size} rows of {flags.max_seq_len}")
-    compare_all(flags, shards, tokenizer)
+    recorder = Recorder(tokenizer)
+    rows = RankRows(flags.device_batch_size, flags.max_seq_len)
+    with DataLoader(shards, recorder, rows, threads=flags.threads) as loader, ThreadPoolExecutor(flags.threads) as pool:
+        compare("a million characters", {"loader": partial(load, loader, recorder),
+                                         "tokenizer alone": partial(tokenize, pool, tokenizer, recorder)}, flags.rounds)
+        dropped = loader.stats["dropped_share"]
+    best_fit = best_fit_crop(recorder.lengths[:50_000], flags.max_seq_len + 1)
+    print(f"the loader dropped {dropped:.4%} of the tokens; best fit, cropping the rest, drops {best_fit:.2%}")

@@ -4,7 +4,9 @@
 
 current: eager, with the logits of all tokens. chunked: eager, with those of 1,024. XLA: the default.
 """
+import time
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -14,9 +16,9 @@ from nanochat.device.ranks import compute_init, keep_freed_memory, prepare_xla_e
 from nanochat.train.flags import parse_flags
 from nanochat.train.language import make_model, make_step
 from nanochat.train.plan import make_plan
-from scripts.bench.rounds import Clock, compare
+from scripts.bench.rounds import compare
 
-WAYS = {"current": ("cpu", "current"), "chunked": ("cpu", "chunked"), "XLA": ("xla", "current")}  # device type, kernel
+WAYS = {"XLA": ("xla", "current"), "chunked": ("cpu", "chunked"), "current": ("cpu", "current")}  # device type, kernel
 
 
 @dataclass(frozen=True)
@@ -29,38 +31,32 @@ class Flags:
     compute_dtype: str = flag("float32", "of activations and products", choices=("float32", "bfloat16"))
 
 
-class Training:
-    """Training in one way. run() trains a step of one micro-step, and returns its Spent."""
+def begin(flags, device_type, kernel):
+    """Returns a training in one way: a function that trains a step of one micro-step, and returns its seconds."""
+    dist = compute_init(device_type)
+    plan = make_plan(parse_flags([
+        f"--depth={flags.depth}", f"--max_seq_len={flags.max_seq_len}", f"--kernel={kernel}",
+        f"--compute_dtype={flags.compute_dtype}", f"--device_batch_size={flags.device_batch_size}",
+        f"--total_batch_size={flags.device_batch_size * flags.max_seq_len}", "--num_iterations=1000",
+    ]), flags.vocab_size, device_type, 1)
+    training = make_step(plan, make_model(plan).init_weights().to(dist.device), dist)
+    training.materialise()
+    return partial(step, flags, training, dist)
 
-    def __init__(self, flags, device_type, kernel):
-        self.vocab_size = flags.vocab_size
-        self.shape = (flags.device_batch_size, flags.max_seq_len + 1)
-        self.dist = compute_init(device_type)
-        plan = make_plan(parse_flags([
-            f"--depth={flags.depth}", f"--max_seq_len={flags.max_seq_len}", f"--kernel={kernel}",
-            f"--compute_dtype={flags.compute_dtype}", f"--device_batch_size={flags.device_batch_size}",
-            f"--total_batch_size={flags.device_batch_size * flags.max_seq_len}", "--num_iterations=1000",
-        ]), flags.vocab_size, device_type, 1)
-        self.training = make_step(plan, make_model(plan).init_weights().to(self.dist.device), self.dist)
-        self.training.materialise()
-        self.generator = torch.Generator().manual_seed(0)
-        self.step = 0
 
-    def run(self):
-        clock = Clock()
-        rows = torch.randint(self.vocab_size, self.shape, generator=self.generator, dtype=torch.int32)
-        self.training.run(iter([{"rows": rows}]), self.training.optimizer.scheduled(self.step))
-        # XLA runs a program after dispatching it; without this, the bench would measure only the dispatch.
-        synchronize(self.dist)
-        self.step += 1
-        return clock.spent()
+def step(flags, training, dist):
+    begun = time.perf_counter()
+    rows = torch.randint(flags.vocab_size, (flags.device_batch_size, flags.max_seq_len + 1), dtype=torch.int32)
+    training.run(iter([{"rows": rows}]), training.optimizer.scheduled(0))
+    # XLA runs a program after dispatching it; without this, the bench would measure only the dispatch.
+    synchronize(dist)
+    return time.perf_counter() - begun
 
 
 def main(argv=None):
     (flags,) = read_flags(argv, __doc__, {Flags: "flags"})
     prepare_xla_environment("xla")
     keep_freed_memory()
-    contenders = {name: Training(flags, *way) for name, way in WAYS.items()}
+    contenders = {name: begin(flags, *way) for name, way in WAYS.items()}
     print(f"depth {flags.depth}, {flags.compute_dtype}, {torch.get_num_threads()} threads")
-    compare(f"a step of {flags.device_batch_size} × {flags.max_seq_len} tokens",
-            {name: training.run for name, training in contenders.items()}, flags.rounds, reference="current")
+    compare(f"a step of {flags.device_batch_size} × {flags.max_seq_len} tokens", contenders, flags.rounds)

@@ -54,7 +54,7 @@ def test_a_report_has_the_numbers_and_the_picture_of_its_runs(interrupted, base_
     validation = {record["step"]: record["val_bpb"] for record in records if "val_bpb" in record}
     best = min(validation, key=validation.get)
     assert len(losses) == 6 and sorted(validation) == [0, 3, 6]
-    for what, value in (("run", "test"), ("steps", "6"), ("tokens", "3,072"), ("interruptions", "1"),
+    for what, value in (("run", "test"), ("steps", "6"), ("seen", "3,072 tokens"), ("interruptions", "1"),
                         ("loss, last 20 steps", f"{np.mean(losses):.4f}"),
                         ("validation, bits per byte", f"{validation[6]:.4f} at step 6"),
                         ("the best", f"{validation[best]:.4f} at step {best}"),
@@ -152,25 +152,3 @@ def test_the_flags_come_from_the_newest_checkpoint_that_can_be_read(make_run, tm
         (tmp_path / f"step_{step:06d}" / "meta.json").write_text(json.dumps(meta))
     main([str(tmp_path)])
     assert "a larger --save_every (now --save_every=60)" in capsys.readouterr().out
-
-
-def test_the_block_for_an_issue_sets_what_was_measured_beside_the_estimate(interrupted, tmp_path, capsys):
-    run = read_run(interrupted)
-    step_s = run.median("step_ms") / 2000  # the estimate is half of what was measured
-    report = {"accelerator": "v5litepod-8", "chips": 8, "fits": True, "kernel": "flash",
-              "peak_bytes": 2**31, "plan": {"total_batch_size": 512, "parameters": 1000},
-              "estimate": {"step_s": step_s, "step_low_s": step_s, "step_high_s": 2 * step_s, "mfu": 0.5,
-                           "tokens_per_s": run.median("tokens_per_s")}}
-    path = tmp_path / "preflight.json"
-    path.write_text(json.dumps(report))
-    main(["test", f"--preflight={path}"])
-    block = capsys.readouterr().out.partition("**v5litepod-8: run test")[2]
-    assert re.search(r"^\| step, ms \| .* \| 2.000 \|$", block, re.M)
-    assert re.search(r"^\| tokens/s \| .* \| 1.000 \|$", block, re.M)
-    assert re.search(r"^\| MFU, % \| – \| 50.0 \| – \|$", block, re.M)  # a run on a CPU has none
-    assert re.search(r"^\| peak HBM of a chip, GiB \| – \| 2.00 \| – \|$", block, re.M)
-    assert "8 chips, steps of 512 tokens" in block and "torch 2." in block
-    for content in ("", "[]", "{}", '{"accelerator": 1}'):
-        path.write_text(content)
-        with pytest.raises(BadInput, match="--preflight="):
-            main(["test", f"--preflight={path}"])
