@@ -247,16 +247,13 @@ def chip_price(accelerator, spot, zone=None):
     return Price(max(by_region.values()), False) if usd is None else Price(usd, True)
 
 
-def usd_per_hour(accelerator, spot, usd_per_chip_hour=None, zone=None):
-    """Returns the price of a slice in USD per hour: of the zone, or of the dearest region without one, unless
-    `usd_per_chip_hour` is given. Returns None if it is unknown."""
-    chips = parse_accelerator(accelerator).chips
-    if usd_per_chip_hour is None:
-        price = chip_price(accelerator, spot, zone)
-        if price is None or zone and not price.is_known:
-            return None
-        usd_per_chip_hour = price.usd_per_chip_hour
-    return usd_per_chip_hour * chips
+def usd_per_hour(accelerator, spot, zone=None):
+    """Returns the price of a slice in USD per hour: of the zone, or of the dearest region without one. Returns None if
+    it is unknown."""
+    price = chip_price(accelerator, spot, zone)
+    if price is None or zone and not price.is_known:
+        return None
+    return price.usd_per_chip_hour * parse_accelerator(accelerator).chips
 
 
 def require_known_zone(accelerator, zone):
@@ -266,5 +263,5 @@ def require_known_zone(accelerator, zone):
         if name == accelerator.partition("-")[0]:
             regions |= by_region.keys()
     if zone and regions and region_of(zone) not in regions:
-        raise BadInput(f"--zone={zone}: no price of {accelerator} is known there: give --usd_per_chip_hour, or a zone "
+        raise BadInput(f"--zone={zone}: no price of {accelerator} is known there: give one "
                        f"of {', '.join(sorted(regions))}")

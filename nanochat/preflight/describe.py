@@ -3,7 +3,7 @@ import json
 from pathlib import Path
 
 from nanochat.device.tpu import GIB
-from nanochat.preflight.report import MICRO_STEP, advice, kind_of
+from nanochat.preflight.report import MICRO_STEP, advice, kind_of, lacks_vmem
 
 DOES_NOT_FIT = 3
 
@@ -22,26 +22,30 @@ def describe(report):
     """Returns the report as lines of text."""
     usable = report["usable_hbm_bytes"]
     lines = [f"memory of a chip ({gib(usable)} usable):"]
-    for name, size in report["memory"].items():
-        lines.append(f"  {gib(size):>10}  {name}")
+    lines += [f"  {gib(size):>10}  {name}" for name, size in report["memory"].items()]
     lines += describe_programs(report["programs"])
     for name, found in report["out_of_memory"].items():
-        lines += describe_out_of_memory(name, found)
-    prices = f"in {report['zone'] or 'the dearest region (--zone)'}"
-    if report["usd_per_chip_hour"] is not None:
-        prices = "at --usd_per_chip_hour"
+        needed = gib(found["needed_bytes"])
+        if found["memory"] == "vmem":
+            needed = f"{found['needed_bytes'] / 2**20:.2f} MiB of VMEM for one operation"
+        lines += ["", f"{name} does not fit: it needs {needed}. Largest buffers:"]
+        lines += [f"  {gib(each['bytes']):>10}  {each['shape']:<28} {each['source']}" for each in found["largest"]]
     if "estimate" in report:
-        lines += describe_run(report["estimate"], report["plan"], prices)
+        lines += describe_run(report["estimate"], report["plan"], report["zone"])
     if "measured" in report:
         lines.append(describe_measured(report["measured"], report["estimate"]))
-    lines.append("")
     if report["fits"]:
-        lines.append(f"fits: {gib(report['peak_bytes'])} of {gib(usable)} ({report['peak_bytes'] / usable:.0%})")
+        lines += ["", f"fits: {gib(report['peak_bytes'])} of {gib(usable)} ({report['peak_bytes'] / usable:.0%})"]
     else:
-        memories = [found["memory"] for found in report["out_of_memory"].values()]
-        what = "VMEM" if "vmem" in memories else gib(usable)
-        lines.append(f"does not fit into {what}. Try {', or '.join(advice(report))}")
-    return lines + describe_searches(report)
+        what = "VMEM" if lacks_vmem(report) else gib(usable)
+        lines += ["", f"does not fit into {what}. Try {', or '.join(advice(report))}"]
+    if "find_mesh" in report:
+        found = report["find_mesh"]
+        lines.append(f"smallest --mesh_fsdp that fits: {found['smallest']}; {len(found['peak_bytes'])} tried")
+    if "find_batch" in report:
+        found = report["find_batch"]
+        lines.append(f"largest --device_batch_size that fits: {found['largest']}; {len(found['peak_bytes'])} tried")
+    return lines
 
 
 def gib(num_bytes):
@@ -54,19 +58,28 @@ def span_ms(low_s, high_s, digits=1):
 
 # Programs
 
+COLUMNS = {  # of the table of programs: heading -> the text of a program's cell
+    "peak": lambda program: gib(program["peak_bytes"]),
+    "temporary": lambda program: gib(program["temp_bytes"]),
+    "Mcycles": lambda program: f"{program['cycles'] / 1e6:.1f}",
+    "HBM GB": lambda program: f"{program['hbm_bytes'] / 1e9:.1f}",
+    "est. ms": lambda program: f"{1000 * program['estimated_s']:.1f}",
+    "low to high": lambda program: span_ms(program["low_s"], program["high_s"]),
+    "runs": lambda program: str(program["runs_per_step"]),
+    "HLO": lambda program: str(program["traced_instructions"]),
+    "compiled": lambda program: str(program["compiled_instructions"]),
+    "seconds": lambda program: f"{program['compile_s']:.0f}"}
+
 
 def describe_programs(programs):
     """Returns lines about the programs that fit: what report_program returned of each."""
     if not programs:
         return []
-    lines = ["", f"{'':>14}  {'peak':>10} {'temporary':>10} {'Mcycles':>8} {'HBM GB':>7} {'est. ms':>8} "
-             f"{'low to high':>13} {'runs':>4} {'HLO':>6} {'compiled':>8} {'seconds':>7}"]
+    rows = [["", *COLUMNS]]
     for name, program in programs.items():
-        lines.append(f"{name:>14}  {gib(program['peak_bytes']):>10} {gib(program['temp_bytes']):>10} "
-                     f"{program['cycles'] / 1e6:8.1f} {program['hbm_bytes'] / 1e9:7.1f} "
-                     f"{1000 * program['estimated_s']:8.1f} {span_ms(program['low_s'], program['high_s']):>13} "
-                     f"{program['runs_per_step']:4} {program['traced_instructions']:6} "
-                     f"{program['compiled_instructions']:8} {program['compile_s']:7.0f}")
+        rows.append([name, *(cell(program) for cell in COLUMNS.values())])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["", *("  " + "  ".join(map(str.rjust, row, widths)) for row in rows)]
     for name, program in programs.items():
         lines += [f"  {name}: {line}" for line in describe_waits(program)]
     for name, program in programs.items():
@@ -104,37 +117,23 @@ def describe_top_operations(name, program):
     return lines
 
 
-def describe_out_of_memory(name, found):
-    """Returns lines about a program that does not fit. found: of explain_out_of_memory."""
-    needed = gib(found["needed_bytes"])
-    if found["memory"] == "vmem":
-        needed = f"{found['needed_bytes'] / 2**20:.2f} MiB of VMEM for one operation"
-    lines = ["", f"{name} does not fit: it needs {needed}. Largest buffers:"]
-    for buffer in found["largest"]:
-        lines.append(f"  {gib(buffer['bytes']):>10}  {buffer['what'] or 'a temporary':<26} {buffer['shape']:<28} "
-                     f"{buffer['source']}")
-    return lines
-
-
 # The run
 
 
-def describe_run(run, plan, prices):
-    """Returns lines about a report's estimate of a run. prices: which they are, "in us-west4-a"."""
-    has_stages = len(run["stages"]) > 1
+def describe_run(run, plan, zone):
+    """Returns lines about a report's estimate of a run. zone: whose prices count, or None."""
     lines = [""]
-    if has_stages:
+    if len(run["stages"]) > 1:
         for name, stage in run["stages"].items():
             lines.append(f"estimate: {1000 * stage['step_s']:.0f} ms a step in steps {stage['first']:,} to "
                          f"{stage['last']:,} ({name}), MFU {stage['mfu']:.1%}, {stage['hours']:.1f} h")
-    lines += [f"estimate: {1000 * run['step_s']:.0f} ms a step of {plan['total_batch_size']:,} tokens "
-              f"({span_ms(run['step_low_s'], run['step_high_s'], 0)}), {run['tokens_per_s']:,.0f} tokens/s, "
-              f"MFU {run['mfu']:.1%}; update {run['shares']['update']:.1%} of a step",
-              f"estimate: {run['hours']:.1f} h for {plan['num_iterations']:,} steps{describe_cost(run, prices)}"]
-    if has_stages:
-        lines.append(f"estimate: {1 - run['hours'] / run['hours_of_last']:.1%} less than with the last of these "
-                     "programs throughout")
-    return lines
+    costs = [f", {run[key]:.0f} USD {kind}" for key, kind in (("usd_spot", "on spot"), ("usd_on_demand", "on demand"))
+             if run.get(key) is not None]
+    where = f" in {zone or 'the dearest region (--zone)'}" if costs else ""
+    return [*lines, f"estimate: {1000 * run['step_s']:.0f} ms a step of {plan['total_batch_size']:,} tokens "
+            f"({span_ms(run['step_low_s'], run['step_high_s'], 0)}), {run['tokens_per_s']:,.0f} tokens/s, "
+            f"MFU {run['mfu']:.1%}; update {run['update_share']:.1%} of a step",
+            f"estimate: {run['hours']:.1f} h for {plan['num_iterations']:,} steps{''.join(costs)}{where}"]
 
 
 def describe_measured(measured, run):
@@ -147,26 +146,3 @@ def describe_measured(measured, run):
             f"({span_ms(compiled['step_low_s'], compiled['step_high_s'], 0)}); by {whose} "
             f"× {run['step_s'] / compiled['step_s']:.2f} "
             f"({', '.join(f'{name} × {factor:.2f}' for name, factor in means.items())})")
-
-
-def describe_cost(found, prices):
-    """Returns ", 62 USD on spot …" for a JSON object with costs, "" if no price is known."""
-    cost = ""
-    for key, name in (("usd_spot", "on spot"), ("usd_on_demand", "on demand")):
-        if found.get(key) is not None:
-            cost += f", {found[key]:.0f} USD {name}"
-    return cost and f"{cost} {prices}"
-
-
-def describe_searches(report):
-    """Returns lines about the results of fit.py's searches."""
-    lines = []
-    if "find_mesh" in report:
-        found = report["find_mesh"]
-        lines.append(f"smallest --mesh_fsdp that fits: {found['smallest']}; {len(found['peak_bytes'])} tried")
-    if "find_batch" in report:
-        found = report["find_batch"]
-        largest = ", ".join(f"{setting} {each['largest']}" for setting, each in found["settings"].items())
-        lines.append(f"largest --device_batch_size by --activation_checkpointing: {largest}; "
-                     f"{found['compilations']} compilations")
-    return lines

@@ -180,30 +180,23 @@ def top_operations(ops, costs):
 
 def report_run(programs, plan, tpu_slice):
     """Returns the estimated speed and duration of a run as a JSON object: of a step in the last stage, of each stage,
-    and the hours of the run, with its own stages and with the last stage throughout. programs: {name: what
-    report_program returned}. plan: its Plan. tpu_slice: a tpu.Slice."""
+    and the hours of the run. programs: {name: what report_program returned}. plan: its Plan. tpu_slice: a tpu.Slice."""
     stages = {}
-    hours = 0.0
     for first, last, name in plan.stages:
-        of_step = report_stage([programs[name], programs["update"]], first, last, plan, tpu_slice)
-        stage_hours = plan.units(first, last) / of_step["tokens_per_s"] / 3600
-        stages[name] = of_step | {"first": first, "last": last, "hours": stage_hours}
-        hours += stage_hours
-    hours_of_last = plan.units(0, plan.num_iterations) / of_step["tokens_per_s"] / 3600
-    return of_step | {"hours": hours, "stages": stages, "hours_of_last": hours_of_last}
+        of_step = report_stage(programs[name], programs["update"], first, last, plan, tpu_slice)
+        hours = plan.units(first, last) / of_step["tokens_per_s"] / 3600
+        stages[name] = of_step | {"first": first, "last": last, "hours": hours}
+    return of_step | {"hours": sum(stage["hours"] for stage in stages.values()), "stages": stages}
 
 
-def report_stage(programs, first, last, plan, tpu_slice):
+def report_stage(micro_step, update, first, last, plan, tpu_slice):
     """Returns the estimated speed of the steps from `first` up to and without `last`, which run these programs."""
     def seconds(which):
-        return sum(program["runs_per_step"] * program[which] for program in programs)
+        return micro_step["runs_per_step"] * micro_step[which] + update[which]
 
     step_s = seconds("estimated_s")
     tokens_per_s = plan.units(0, 1) / step_s
     peak_flops = tpu_slice.tpu.peak_flops * tpu_slice.chips
-    shares = {}
-    for program in programs:
-        shares[program["name"]] = program["runs_per_step"] * program["estimated_s"] / step_s
     return {"step_s": step_s, "step_low_s": seconds("low_s"), "step_high_s": seconds("high_s"),
-            "tokens_per_s": tokens_per_s, "shares": shares,
+            "tokens_per_s": tokens_per_s, "update_share": update["estimated_s"] / step_s,
             "mfu": tokens_per_s * plan.flops(first, last) / plan.units(first, last) / peak_flops}

@@ -5,7 +5,6 @@ import tempfile
 from nanochat.common import BadInput
 from nanochat.device.mesh import all_meshes
 from nanochat.device.tpu import GIB
-from nanochat.model.config import RECOMPUTED
 from nanochat.preflight.compile import compile_programs
 from nanochat.preflight.estimate import peak_bytes
 from nanochat.preflight.language import trace_run
@@ -31,13 +30,12 @@ def search(own, flags, kernel, say):
         trials = flags_of_meshes(flags, own.tpu_slice.chips)
         found["find_mesh"] = find_mesh(lambda fsdp: try_run(own, trials[fsdp], {"micro_step", "update"}), trials, say)
     if own.find_batch:
-        def try_batch(batch_size, setting):
+        def try_batch(batch_size):
             # Only the micro-step is compiled, because the update works on weights. Its memory does not depend on the
             # total batch size, which might not be a multiple of this batch size.
-            trial = flags.replace(device_batch_size=batch_size, total_batch_size=-1, activation_checkpointing=setting)
-            return try_run(own, trial, {"micro_step"})
+            return try_run(own, flags.replace(device_batch_size=batch_size, total_batch_size=-1), {"micro_step"})
 
-        found["find_batch"] = find_batch(try_batch, flags.batch.device_batch_size, RECOMPUTED, say)
+        found["find_batch"] = find_batch(try_batch, flags.batch.device_batch_size, say)
     return found
 
 
@@ -79,40 +77,23 @@ def find_mesh(try_mesh, sizes, say=print):
     """Tries the `sizes` of --mesh_fsdp in their order until one fits: try_mesh(size) returns the peak memory or None.
     Returns a JSON object with the size that fits (None if none does) and the peak memory of all that it tried."""
     peaks = {}
-    smallest = None
     for fsdp in sizes:
         peaks[fsdp] = try_mesh(fsdp)
         say(f"--mesh_fsdp={fsdp}: {verdict(peaks[fsdp])}")
         if peaks[fsdp] is not None:
-            smallest = fsdp
-            break
-    return {"smallest": smallest, "peak_bytes": peaks}
+            return {"smallest": fsdp, "peak_bytes": peaks}
+    return {"smallest": None, "peak_bytes": peaks}
 
 
-def find_batch(try_batch, start, settings, say=print):
-    """Searches for the largest --device_batch_size that fits with each of `settings`, values of
-    --activation_checkpointing, each of which needs less memory than the one before. try_batch(size, setting) returns
-    the peak memory or None. The search begins with `start`, and then with the largest size of the setting before.
-
-    Returns a JSON object with the largest size of each setting (None if none fits) and the peak memory of all trials.
-    """
-    found = {}
-    for setting in settings:
-        largest, peaks = _largest_batch(try_batch, start, setting, say)
-        found[setting] = {"largest": largest or None, "peak_bytes": peaks}
-        start = largest or start
-    compilations = sum(len(each["peak_bytes"]) for each in found.values())
-    return {"settings": found, "compilations": compilations}
-
-
-def _largest_batch(try_batch, start, setting, say):
-    """Returns the largest batch size that fits, 0 if none does, and {batch size: peak memory or None} of all tried."""
+def find_batch(try_batch, start, say=print):
+    """Searches for the largest --device_batch_size that fits, from `start` on: try_batch(size) returns the peak memory
+    or None. Returns a JSON object with the size (None if none fits) and the peak memory of all that it tried."""
     peaks = {}
 
     def fits(batch):
         if batch not in peaks:
-            peaks[batch] = try_batch(batch, setting)
-            say(f"--device_batch_size={batch} --activation_checkpointing={setting}: {verdict(peaks[batch])}")
+            peaks[batch] = try_batch(batch)
+            say(f"--device_batch_size={batch}: {verdict(peaks[batch])}")
         return peaks[batch] is not None
 
     # The size is halved until it fits and doubled while it does; last comes the size halfway to its double.
@@ -123,4 +104,4 @@ def _largest_batch(try_batch, start, setting, say):
         batch *= 2
     if batch > 1 and fits(batch * 3 // 2):
         batch = batch * 3 // 2
-    return batch, peaks
+    return {"largest": batch or None, "peak_bytes": peaks}

@@ -22,8 +22,7 @@ class PreflightFlags:
     json: str | None = flag(None, "write the report to FILE; -: only it, to standard output", metavar="FILE",
                             of=file_or_dash)
     programs: str = flag(",".join(PROGRAMS), "programs to compile; a step's estimate needs micro_step and update")
-    find_batch: bool = flag(False, "search for the largest --device_batch_size that fits, with each value of "
-                            "--activation_checkpointing")
+    find_batch: bool = flag(False, "search for the largest --device_batch_size that fits")
     find_mesh: bool = flag(False, "search for the smallest --mesh_fsdp that fits")
     dump_dir: Path | None = flag(None, "keep the traced and the optimised programs in DIR", metavar="DIR",
                                  of=expand_path)
@@ -31,9 +30,8 @@ class PreflightFlags:
     timeout_s: int = flag(1800, "the longest time that one program may take to compile", at_least=1)
     measured: Path | None = flag(None, "check.json of tpu_check, which corrects the estimates; default: all "
                                  "known ones of this kind of chip", metavar="FILE", of=expand_path)
-    usd_per_chip_hour: float | None = flag(None, "price of a chip; default: the prices in "
-                                           "nanochat/device/prices.csv, on spot and on demand", of=float, at_least=0)
-    zone: str | None = flag(None, "zone whose prices count, such as us-west4-a; default: the dearest")
+    zone: str | None = flag(None, "zone whose prices in nanochat/device/prices.csv count, such as us-west4-a; default: "
+                            "the dearest")
 
     @property
     def tpu_slice(self):
@@ -50,8 +48,7 @@ def read_preflight_flags(argv=None, description=""):
     own, *of_training = read_flags(argv, description, {PreflightFlags: "preflight", **TITLES})
     if not own.kinds <= set(PROGRAMS):
         raise BadInput(f"--programs={own.programs} is unknown: choose among {','.join(PROGRAMS)}")
-    if own.usd_per_chip_hour is None:
-        tpu.require_known_zone(own.tpu_slice.accelerator, own.zone)
+    tpu.require_known_zone(own.tpu_slice.accelerator, own.zone)
     if own.json not in (None, "-"):
         if Path(own.json).is_dir() or not os.access(Path(own.json).parent, os.W_OK | os.X_OK):
             raise BadInput(f"--json={own.json} cannot be written: name a file in a writable folder")

@@ -1,5 +1,4 @@
 """Traces the programs of base_train, with what only a GPT knows of them."""
-import math
 from collections import Counter
 from fractions import Fraction
 
@@ -48,10 +47,7 @@ def trace_run(flags, chips):
         loader = SyntheticLoader(tokenizer.n_vocab, shape, num_rows=2 * rows * readers)
         bits_per_byte(training.model, loader, tokenizer.token_bytes(), dist, copies=plan.mesh.tensor)
 
-    def name_buffer(shape):
-        return name_buffer_of_gpt(shape, plan.config, rows, length)
-
-    programs = Programs(plan, training, name_buffer, shares)
+    programs = Programs(plan, training, shares)
     return programs, programs.trace(batches, evaluate)
 
 
@@ -63,19 +59,3 @@ def branch_shares(config, length):
     adding = Fraction(sum(config.adds_values()), config.n_layer)
     return {"branch_computations": [Fraction(windows[size], config.n_layer) for size in sorted(windows)],
             "true_computation": [adding, 1 - adding]}
-
-
-def name_buffer_of_gpt(shape, config, batch_size, seq_len):
-    """Guesses from its shape, "bf16[8192,65536]" for example, what an array of a GPT holds. Returns "logits",
-    "attention scores" and so on, or "" if the shape fits none of them."""
-    dims = [int(side) for side in shape.partition("[")[2].rstrip("]").split(",") if side]
-    if config.vocab_size in dims and config.n_embd in dims:
-        return "embedding or head"
-    if config.vocab_size in dims:
-        return "logits"
-    if dims.count(seq_len) >= 2 and (config.n_head in dims or batch_size * config.n_head in dims):
-        return "attention scores"
-    is_stack = bool(dims) and dims[0] == config.n_layer
-    if math.prod(dims) % (batch_size * seq_len) == 0:
-        return "activations of all layers" if is_stack else "activations"
-    return "stacked weights" if is_stack else ""

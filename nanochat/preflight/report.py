@@ -32,8 +32,7 @@ def make_report(own, flags, programs, traced, say=print, checks=()):
         f"{tpu_slice.topology})")
     report = {
         "accelerator": own.accelerator, "chips": tpu_slice.chips, "hosts": tpu_slice.hosts,
-        "topology": tpu_slice.topology, "zone": own.zone, "usd_per_chip_hour": own.usd_per_chip_hour,
-        "flags": flags, "kernel": plan.kernel,
+        "topology": tpu_slice.topology, "zone": own.zone, "flags": flags, "kernel": plan.kernel,
         "plan": {"total_batch_size": plan.units(0, 1), "grad_accum_steps": plan.micro_steps,
                  "num_iterations": plan.num_iterations, "flops_per_token": plan.flops_per_unit,
                  "parameters": sum(plan.parameters.values())},
@@ -66,8 +65,7 @@ def _compile(own, programs, traced, report, say):
             name = program.name
             if compiled.out_of_memory:
                 say(f"{name}: {compiled.seconds:.0f} s, does not fit")
-                report["out_of_memory"][name] = explain_out_of_memory(
-                    program, compiled, sum(resident_bytes.values()), programs.name_buffer)
+                report["out_of_memory"][name] = explain_out_of_memory(compiled, sum(resident_bytes.values()))
                 continue
             say(f"{name}: {compiled.seconds:.0f} s")
             report["programs"][name] = estimate.report_program(
@@ -77,44 +75,31 @@ def _compile(own, programs, traced, report, say):
 
 def costs(hours, own):
     """Returns the price of `hours` on the TPU of the PreflightFlags in USD, on spot and on demand; None if unknown."""
-    found = {}
-    for name, spot in (("usd_spot", True), ("usd_on_demand", False)):
-        price = tpu.usd_per_hour(own.accelerator, spot, own.usd_per_chip_hour, own.zone)
-        found[name] = None if price is None else price * hours
-    return found
+    prices = {"usd_spot": tpu.usd_per_hour(own.accelerator, True, own.zone),
+              "usd_on_demand": tpu.usd_per_hour(own.accelerator, False, own.zone)}
+    return {name: price and price * hours for name, price in prices.items()}
 
 
 # Programs that do not fit
 
 
-def explain_out_of_memory(program, compiled, resident_bytes, name_buffer):
-    """Returns a JSON object about a program that does not fit: the bytes that it needs, and its largest buffers.
-    resident_bytes: of all tensors that stay on the chip. name_buffer: as in trace.Programs."""
-    needed, buffers = large_buffers(compiled.out_of_memory)
-    for buffer in buffers:
-        buffer["what"] = name_buffer(buffer["shape"])
-    memory = "vmem"  # of one operation, such as a Pallas kernel
-    if "memory space vmem" not in compiled.out_of_memory:
-        memory = "hbm"
-        needed += resident_bytes  # the compiler's report covers temporaries only
-    return {
-        "memory": memory, "needed_bytes": needed,
-        "compile_s": compiled.seconds, "traced_instructions": program.instructions,
-        "largest": buffers[:10], "report": compiled.out_of_memory[:4000]}
-
-
-def large_buffers(out_of_memory):
-    """Returns the bytes that the program would need (0 if the compiler's report does not say), and its large buffers,
-    [{"bytes": …, "shape": …, "source": …}], the largest first."""
-    needed_bytes = parse_size(_first(r"Used ([\d.]+[KMG]) of|Allocation \(size=(\d+)\)", out_of_memory) or "0")
-    buffers = []
-    for entry in re.split(r"\n\s+\d+\. Size: ", out_of_memory)[1:]:
-        buffers.append({"bytes": parse_size(entry.split()[0]), "shape": _first(r"Shape: (\S+?)\{", entry),
-                        "source": _first(r'op_name="([^"]*)"', entry)})
+def explain_out_of_memory(compiled, resident_bytes):
+    """Returns a JSON object about a program that does not fit: the bytes that it needs (0 if the compiler's report does
+    not say), and its largest buffers. resident_bytes: of all tensors that stay on the chip."""
+    text = compiled.out_of_memory
+    needed_bytes = parse_size(_first(r"Used ([\d.]+[KMG]) of|Allocation \(size=(\d+)\)", text) or "0")
+    buffers = [{"bytes": parse_size(entry.split()[0]), "shape": _first(r"Shape: (\S+?)\{", entry),
+                "source": _first(r'op_name="([^"]*)"', entry)}
+               for entry in re.split(r"\n\s+\d+\. Size: ", text)[1:]]
     if not buffers:
-        for shape in re.findall(r"shape = '([^{']*)", out_of_memory):
-            buffers.append({"bytes": needed_bytes, "shape": shape, "source": ""})
-    return needed_bytes, sorted(buffers, key=lambda buffer: buffer["bytes"], reverse=True)
+        buffers = [{"bytes": needed_bytes, "shape": shape, "source": ""}
+                   for shape in re.findall(r"shape = '([^{']*)", text)]
+    memory = "vmem"  # of one operation, such as a Pallas kernel
+    if "memory space vmem" not in text:
+        memory = "hbm"
+        needed_bytes += resident_bytes  # the compiler's report covers temporaries only
+    return {"memory": memory, "needed_bytes": needed_bytes, "report": text[:4000],
+            "largest": sorted(buffers, key=lambda buffer: buffer["bytes"], reverse=True)[:10]}
 
 
 def _first(pattern, text):
@@ -129,22 +114,22 @@ def parse_size(text):
     return int(float(number) * 1024 ** "BKMG".index(unit or "B"))
 
 
+def lacks_vmem(report):
+    return any(found["memory"] == "vmem" for found in report["out_of_memory"].values())
+
+
 def advice(report):
     """Returns the flags that would make a run fit, the most promising first. report: of make_report."""
     flags = report["flags"]
-    found = set()
-    for oom in report["out_of_memory"].values():
-        if oom["memory"] == "vmem":
-            return ["a shorter --max_seq_len", "--kernel=chunked"]
-        found |= {buffer["what"] for buffer in oom["largest"][:5]}
+    if lacks_vmem(report):
+        return ["a shorter --max_seq_len", "--kernel=chunked"]
     suggestions = []
-    if report["kernel"] == "current" and found & {"attention scores", "logits"}:
+    if report["kernel"] == "current":
         suggestions.append("--kernel=flash")
-    if flags["activation_checkpointing"] == "none" and found & {
-            "activations", "activations of all layers", "attention scores", ""}:
+    if flags["activation_checkpointing"] == "none":
         suggestions.append("--activation_checkpointing=all")
     if flags["device_batch_size"] > 1:
         suggestions.append(f"--device_batch_size={flags['device_batch_size'] // 2}")
-    if report.get("chips", 1) > 1 and flags.get("mesh_fsdp") == 1 and report["kernel"] != "current":
+    if report["chips"] > 1 and flags["mesh_fsdp"] == 1 and report["kernel"] != "current":
         suggestions.append("the --mesh_fsdp that tpu_preflight --find_mesh finds")
     return suggestions or ["a smaller model", "a TPU with more memory"]

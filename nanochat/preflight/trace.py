@@ -201,13 +201,11 @@ def _run_in_scope(node, name):
 class Programs:
     """The programs of a run as the compiler gets them, and what stays in a chip's memory between them."""
 
-    def __init__(self, plan, training, name_buffer, branch_shares):
+    def __init__(self, plan, training, branch_shares):
         """plan: of a LanguageTask; training: its TrainingStep, whose model has gone through fill_with_placeholders.
-        name_buffer("bf16[8192,65536]") says in words what an array of this shape holds. branch_shares: {name of a
-        program: as in ops_of}."""
+        branch_shares: {name of a program: as in ops_of}."""
         self.plan = plan
         self.training = training
-        self.name_buffer = name_buffer
         self.branch_shares = branch_shares
         make_placeholders(pending_tensors())  # the zeros of the optimizer
 

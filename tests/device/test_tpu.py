@@ -86,13 +86,12 @@ def test_peaks_of_tpus_and_gpus(device_name, flops):
     assert tpu.peak_flops(device_name) == flops
 
 
-def test_prices_come_from_the_table_unless_given():
+def test_prices_come_from_the_table():
     assert tpu.usd_per_hour("v5litepod-8", spot=True, zone="us-west4-a") == pytest.approx(2.04)
     assert tpu.usd_per_hour("v5litepod-8", spot=True, zone="us-east5-b") == pytest.approx(4.80)
     assert tpu.usd_per_hour("v6e-4", spot=True, zone="asia-northeast1-b") == pytest.approx(1.70)
     assert tpu.usd_per_hour("v6e-4", spot=False, zone="us-east5-a") == pytest.approx(10.80)
     assert tpu.usd_per_hour("v4-8", spot=True) is None
-    assert tpu.usd_per_hour("v4-8", spot=True, usd_per_chip_hour=1.0) == 4.0
 
 
 def test_without_a_zone_the_dearest_price_counts_and_an_unknown_zone_has_none():
@@ -104,7 +103,7 @@ def test_without_a_zone_the_dearest_price_counts_and_an_unknown_zone_has_none():
         assert tpu.chip_price("v6e-4", True, zone) == (dearest / 4, False)
     tpu.require_known_zone("v6e-4", "southamerica-west1-a")
     tpu.require_known_zone("v4-8", "us-central2-b")  # a type without prices
-    with pytest.raises(BadInput, match="--zone=us-wset4-a: .*v6e-4 .*--usd_per_chip_hour.* us-east5"):
+    with pytest.raises(BadInput, match="--zone=us-wset4-a: .*v6e-4 .* us-east5"):
         tpu.require_known_zone("v6e-4", "us-wset4-a")
 
 

@@ -45,7 +45,7 @@ def read(path=None, plan=PLAN, accelerator="v5litepod-4"):
 
 def step_of(programs):
     plan = SimpleNamespace(units=lambda first, last: 1000 * (last - first), flops=lambda first, last: 1e12)
-    return estimate.report_stage(list(programs.values()), 0, 1, plan, parse_accelerator("v5litepod-4"))
+    return estimate.report_stage(*programs.values(), 0, 1, plan, parse_accelerator("v5litepod-4"))
 
 
 def test_a_measured_chip_corrects_the_estimates_by_category_and_narrows_the_bar(tmp_path):

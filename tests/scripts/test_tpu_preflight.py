@@ -362,5 +362,5 @@ def test_running_out_of_memory_is_foreseen_and_the_culprit_is_named(preflight):
     process = preflight("--accelerator=v5litepod-8", "--depth=1", "--model_dim=128", "--num_heads=1",
                         "--device_batch_size=64", "--max_seq_len=1024", "--kernel=current", "--programs=micro_step",
                         status=3, timeout_s=900)
-    assert process.report["out_of_memory"]["micro_step"]["largest"][0]["what"] == "logits"
+    assert process.report["out_of_memory"]["micro_step"]["largest"][0]["shape"].endswith(",65536]")
     assert "does not fit into 15.75 GiB" in process.stdout and "--kernel=flash" in process.stdout
