@@ -25,7 +25,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from nanochat.checkpoint.on_disk import MODEL, find_checkpoint
-from nanochat.common import BadInput, flag, get_base_dir, locked, read_flags, require_writable_dir, run_script
+from nanochat.common import (
+    BadInput,
+    flag,
+    get_base_dir,
+    locked,
+    read_flags,
+    require_writable_dir,
+    run_script,
+    written_whole,
+)
 from nanochat.data.hub_files import pinned
 from nanochat.data.shards import DEFAULT_DIRS, TextFlags, open_shards, open_text, read_columns, whole_texts
 from nanochat.data.storage import data_place, is_remote
@@ -52,7 +61,7 @@ SHOWN_TOKENS = 32
 KEPT = ("tokenizer_dir", "device_batch_size")  # flags of RUN
 RATE = 0.15
 RATES = ("matrix_lr", "embedding_lr", "unembedding_lr", "scalar_lr")
-UNFINISHED_FILE = "unfinished.json"  # of a training that has not ended: the flags of adapt, and those of base_train
+UNFINISHED_FILE = "training.json"  # of a training that has not ended: the flags of adapt, and those of base_train
 
 
 @dataclass(frozen=True)
@@ -63,8 +72,6 @@ class Flags:
     data_dir: str | None = flag(None, "shards that the model was trained on; default: those of its run", of=data_place)
     val_dir: str | None = flag(None, "its validation shards; default: those of its run", of=data_place)
     epochs: float = flag(6.0, "passes over the project, at most", above=0, at_most=1000)
-    fim_rate: float | None = flag(None, "part of the documents with a gap to fill; default: as in the training of RUN, "
-                                  "and 0.5 for imported weights", at_least=0, at_most=1)
     minutes: float = flag(10.0, "minutes on a CPU with the evaluations, about and at most", above=0)
     rate: float = flag(RATE, "learning rates, relative to the highest of the first training; of the Llama family: 0.15 "
                        "is 1e-4", above=0, at_most=10)
@@ -154,28 +161,26 @@ def device_for(device_type, meta):
     return "cpu" if (device_type, found) == ("auto", "xla") and not meta.flags else found
 
 
-def fim_rate_for(flags, meta, tokenizer):
+def fim_rate_for(meta, tokenizer):
     """Returns the part of the documents that get a gap."""
-    if flags.fim_rate is not None:
-        return flags.fim_rate
     if meta.flags:
         return meta.flags.get("fim_rate", 0.0)
     return FIM_RATE if set(FIM_TOKENS) <= set(tokenizer.special_tokens) else 0.0
 
 
-def training_flags(flags, path, meta, steps, folder, eval_tokens=EVAL_TOKENS):
-    """Returns the flags of base_train, for so many steps from the checkpoint at `path`, which has the Meta. folder: of
-    the mixture and the project's text. Those of adapt have a device type and a fim_rate."""
+def training_flags(flags, path, meta, steps, folder, fim_rate, eval_tokens=EVAL_TOKENS):
+    """Returns the flags of base_train, for so many steps from the checkpoint at `path`, which has the Meta. flags: of
+    adapt, with the device type to train on. folder: of the mixture."""
     tokens, row = batch_of(flags, meta)
     every = max(1, steps // EVALUATIONS)
     found = [f"--run={flags.run}", f"--init_from={path}", f"--data_dir={folder / 'mix.toml'}",
              f"--num_iterations={steps}", "--warmdown_ratio=1", *rate_flags(flags, meta, steps),
              f"--total_batch_size={tokens}", f"--eval_every={every}", f"--eval_tokens={eval_tokens}",
              "--sample_every=-1", f"--save_every={every}", f"--keep_every={every}",
-             f"--device_type={flags.device_type}", f"--fim_rate={flags.fim_rate:g}"]
-    # Each lane reads other files from their first line on. So few lanes see whole files in a short training, and many
-    # would see beginnings, mostly licences.
-    found.append(f"--num_lanes={expected_world_size(flags.device_type)}")
+             f"--device_type={flags.device_type}", f"--fim_rate={fim_rate:g}",
+             # Each lane reads other files from their first line on. So few lanes see whole files in a short training,
+             # and many would see beginnings, mostly licences.
+             f"--num_lanes={expected_world_size(flags.device_type)}"]
     if not meta.flags:
         found += [f"--max_seq_len={row}", f"--device_batch_size={ROWS}"]
     for name in KEPT:
@@ -206,8 +211,9 @@ def rate_flags(flags, meta, steps):
 def prepare(flags, path, meta, old, folder):
     """Prepares the project in `folder`, and returns the flags of its training."""
     tokenizer = load_tokenizer(meta.flags.get("tokenizer_dir"), path)
-    flags = replace(flags, device_type=device_for(flags.device_type, meta),
-                    fim_rate=fim_rate_for(flags, meta, tokenizer))
+    flags = replace(flags, device_type=device_for(flags.device_type, meta))
+    for name in ("project", "old"):
+        shutil.rmtree(folder / name, ignore_errors=True)  # of a try that ended before it trained
     run_module("scripts.prepare_data", f"--source={flags.source}", f"--out_dir={folder / 'project'}", "--eval_only")
     divide(open_shards(sorted((folder / "project" / "val").glob("*.parquet"))), folder / "own")
     own = open_shards([folder / "own" / "train" / "shard_00000.parquet"])
@@ -216,51 +222,46 @@ def prepare(flags, path, meta, old, folder):
         run_module("scripts.prepare_data", "--installed_headers", "--val_projects=torch/c10",
                    f"--out_dir={folder / 'old'}")
         old = {split: str(folder / "old" / os.path.basename(place)) for split, place in DEFAULT_DIRS.items()}
-    old_dir = json.dumps(old["train"], ensure_ascii=False)
-    old_val = json.dumps(old["val"], ensure_ascii=False)
-    (folder / "mix.toml").write_text(f'''
-[sources.own]
-dir = "own/train"
-val = "own/val"
-weight = 1
-[sources.old]
-dir = {old_dir}
-val = {old_val}
-weight = 1
-''', encoding="utf-8")
-    return training_flags(flags, path, meta, steps, folder, eval_tokens)
+    mixture = {"own": {"train": "own/train", "val": "own/val"}, "old": old}
+    lines = [f"[sources.{name}]\ndir = {quoted(places['train'])}\nval = {quoted(places['val'])}\nweight = 1\n"
+             for name, places in mixture.items()]
+    (folder / "mix.toml").write_text("".join(lines), encoding="utf-8")
+    return training_flags(flags, path, meta, steps, folder, fim_rate_for(meta, tokenizer), eval_tokens)
+
+
+def quoted(text):
+    """Returns a text as TOML has it."""
+    return json.dumps(text, ensure_ascii=False)
 
 
 def evaluations(directory):
     """Returns three arrays: the steps of the evaluations of the run in this directory, and the bits per byte of the
-    project and of the old text."""
-    run = read_run(str(directory))
+    project and of the old text. They are empty before the first."""
+    try:
+        run = read_run(str(directory))
+    except BadInput:  # it has no records yet
+        return np.array([]), np.array([]), np.array([])
     steps, own = run.series("val_bpb_own")
     return steps, own, run.series("val_bpb_old")[1]
 
 
 def loses_too_much(directory):
     """Returns whether the newest evaluation of the old text is MOST_LOSS times as high as the first."""
-    try:
-        old = evaluations(directory)[2]
-    except BadInput:
-        return False  # it has no records yet
+    old = evaluations(directory)[2]
     return len(old) > 0 and old[-1] > MOST_LOSS * old[0]
 
 
 def train(training, directory):
     """Runs base_train with these flags until its end, or until the old text loses too much."""
-    # base_train saves whenever it evaluates, so the stop loses nothing.
-    is_stopped = False
     with started_module("scripts.base_train", *training) as process:
-        while process.poll() is None:
+        while process.poll() is None and not loses_too_much(directory):
             time.sleep(1)
-            if not is_stopped and loses_too_much(directory):
-                print("the old text loses too much", flush=True)
-                process.terminate()
-                is_stopped = True
-    if not (is_stopped and process.returncode == EXIT_STATUS):
-        require_success("scripts.base_train", process.returncode)
+        if process.poll() is None:  # base_train saves whenever it evaluates, so the stop loses nothing
+            print("the old text loses too much", flush=True)
+            process.terminate()
+            if process.wait() == EXIT_STATUS:
+                return
+    require_success("scripts.base_train", process.returncode)
 
 
 def report(flags, directory, training, folder):
@@ -325,28 +326,22 @@ def main(argv=None):
     from nanochat.train.flags import RunFlags
     from nanochat.train.prepare import run_directory
     directory = run_directory(TrainFlags(RunFlags(flags.run)))
-    folder = get_base_dir() / "adapt" / flags.run
+    folder = require_writable_dir(get_base_dir() / "adapt" / flags.run)
     unfinished = folder / UNFINISHED_FILE
-    try:
-        given, training = json.loads(unfinished.read_text())
-    except (OSError, ValueError):
-        given = None
-    is_training = (directory / METRICS_FILE).exists()
-    if is_training and given != asdict(flags):
-        raise BadInput(f"--run={flags.run} is there already ({directory}): choose another name, delete it, or, if "
-                       "it has not ended, give the flags that it began with")
-    if not is_training:
-        path = find_checkpoint(flags.checkpoint)
-        meta = load_language_meta(path)
-        old = old_data(flags, meta, path)
-    require_writable_dir(folder)
     busy = f"--run={flags.run} is in use by another process: wait for its end, or choose another name"
     with locked(folder / ".lock", busy):
-        if not is_training:
-            for name in ("project", "old"):
-                shutil.rmtree(folder / name, ignore_errors=True)  # of a try that ended before it trained
-            training = prepare(flags, path, meta, old, folder)
-            unfinished.write_text(json.dumps([asdict(flags), training]))
+        if (directory / METRICS_FILE).exists():
+            given = json.loads(unfinished.read_text()) if unfinished.exists() else {}
+            if given.get("flags") != asdict(flags):
+                raise BadInput(f"--run={flags.run} is there already ({directory}): choose another name, delete it, or, "
+                               "if it has not ended, give the flags that it began with")
+            training = given["training"]
+        else:
+            path = find_checkpoint(flags.checkpoint)
+            meta = load_language_meta(path)
+            training = prepare(flags, path, meta, old_data(flags, meta, path), folder)
+            with written_whole(unfinished) as file:
+                file.write_text(json.dumps({"flags": asdict(flags), "training": training}))
         if not loses_too_much(directory):
             train(training, directory)
         report(flags, directory, training, folder)

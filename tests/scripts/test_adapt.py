@@ -91,10 +91,9 @@ def begun_with(steps=600, device_type="cpu", step=5000, **saved):
     """Returns the Flags of the training that adapts a run with these flags after `step` steps."""
     flags = TrainFlags().replace(data_dir="parquet/train", **saved)
     meta = Meta(step, {}, "", "", flags.as_dict(), "", total_batch_size=8192)
-    given = adapt.Flags(device_type=device_type)
-    given = replace(given, fim_rate=adapt.fim_rate_for(given, meta, ByteTokenizer()))
-    found = adapt.training_flags(given, Path("a/step_005000"), meta, steps, Path("f"))
-    return parse_flags(found)
+    fim_rate = adapt.fim_rate_for(meta, ByteTokenizer())
+    return parse_flags(adapt.training_flags(adapt.Flags(device_type=device_type), Path("a/step_005000"), meta, steps,
+                                            Path("f"), fim_rate))
 
 
 @pytest.mark.parametrize("steps", [6, 11, 12, 600])
@@ -114,17 +113,17 @@ def test_imported_weights_are_adapted_in_small_steps_at_one_ten_thousandth(monke
     config = LlamaConfig(vocab_size=300, n_layer=1, max_seq_len=2048)
     meta = Meta(0, asdict(config), "", "", {}, "", source=make_source())
     for device_type, devices in (("cpu", 1), ("xla", 4)):
-        given = adapt.Flags(device_type=device_type, fim_rate=0.5)
-        flags = parse_flags(adapt.training_flags(given, Path("a"), meta, 6, Path("f")))
+        given = adapt.Flags(device_type=device_type)
+        flags = parse_flags(adapt.training_flags(given, Path("a"), meta, 6, Path("f"), 0.5))
         assert flags.batch.total_batch_size == 1024 * devices and flags.batch.device_batch_size == 2
         assert flags.model.max_seq_len == 512
         assert config.rules(flags.optimizer, 1024, 6, None, 0, 0).matrix_lr == pytest.approx(1e-4)
     assert adapt.old_data(adapt.Flags(), meta, "x") is None
     assert adapt.device_for("auto", meta) == "cpu" and adapt.device_for("xla", meta) == "xla"
     assert adapt.device_for("auto", make_meta()) == "xla"
-    assert adapt.fim_rate_for(adapt.Flags(), meta, hub_tokenizer(qwen)) == 0.5
-    assert adapt.fim_rate_for(adapt.Flags(), meta, hub_tokenizer(llama3)) == 0  # no token to spare
-    assert adapt.fim_rate_for(adapt.Flags(), make_meta(flags={"fim_rate": 0.25}), None) == 0.25
+    assert adapt.fim_rate_for(meta, hub_tokenizer(qwen)) == 0.5
+    assert adapt.fim_rate_for(meta, hub_tokenizer(llama3)) == 0  # no token to spare
+    assert adapt.fim_rate_for(make_meta(flags={"fim_rate": 0.25}), None) == 0.25
 
 
 @pytest.mark.slow
