@@ -10,7 +10,7 @@ overlap with no operation. docs/preflight.md says how far to trust them.
 
 Exit status: 0 if the run fits, 3 if it does not, 2 for bad flags, 1 for a failure.
 """
-from nanochat.common import run_script
+from nanochat.common import run_script, say
 from nanochat.data.mixture import read_mixture
 from nanochat.preflight.flags import prepare, read_preflight_flags
 
@@ -30,7 +30,7 @@ def main(argv=None):
     require_searchable(own, flags)
     if flags.data.mixture:
         read_mixture(flags.data.mixture)
-    say = prepare(own)
+    prepare(own)
     tokenizer = run_tokenizer(flags)
     plan = make_plan(flags, tokenizer.n_vocab, "tpu", own.tpu_slice.chips)
     checks = find_checks(own.measured, plan, own.tpu_slice)
@@ -38,9 +38,8 @@ def main(argv=None):
         say(line)
     programs, traced = trace_run(flags, own.tpu_slice.chips)
     settled = flags.settled(programs.plan.config).as_dict()
-    report = make_report(own, settled, programs, traced, say, checks)
-    report |= search(own, flags, programs.plan.kernel, say)
-    return deliver(own, report, say)
+    report = make_report(own, settled, programs, traced, checks)
+    return deliver(own, report | search(own, flags))
 
 
 if __name__ == "__main__":

@@ -1,20 +1,18 @@
 """Says the report of a preflight to a person."""
 import json
-from pathlib import Path
 
+from nanochat.common import say
 from nanochat.device.tpu import GIB
 from nanochat.preflight.report import MICRO_STEP, advice, kind_of, lacks_vmem
 
 DOES_NOT_FIT = 3
 
 
-def deliver(own, report, say):
+def deliver(own, report):
     """Prints the report, and writes its JSON to --json of the PreflightFlags `own`. Returns the exit status."""
-    say("\n".join(describe(report)))
-    if own.json == "-":
-        print(json.dumps(report, indent=1))
-    elif own.json:
-        Path(own.json).write_text(json.dumps(report, indent=1))
+    say("\n".join(describe(report)), keep="\n")
+    if own.json:
+        own.json.write_text(json.dumps(report, indent=1))
     return 0 if report["fits"] else DOES_NOT_FIT
 
 

@@ -2,7 +2,7 @@
 import os
 import tempfile
 
-from nanochat.common import BadInput
+from nanochat.common import BadInput, say
 from nanochat.device.mesh import all_meshes
 from nanochat.device.tpu import GIB
 from nanochat.preflight.compile import compile_programs
@@ -22,20 +22,20 @@ def require_searchable(own, flags):
                        "TPU_MESH_CONFIG names one: leave both out")
 
 
-def search(own, flags, kernel, say):
+def search(own, flags):
     """Returns {"find_mesh": …, "find_batch": …} of the searches that the PreflightFlags `own` ask for. flags: those of
-    base_train; kernel: of their run."""
+    base_train."""
     found = {}
     if own.find_mesh:
         trials = flags_of_meshes(flags, own.tpu_slice.chips)
-        found["find_mesh"] = find_mesh(lambda fsdp: try_run(own, trials[fsdp], {"micro_step", "update"}), trials, say)
+        found["find_mesh"] = find_mesh(lambda fsdp: try_run(own, trials[fsdp], {"micro_step", "update"}), trials)
     if own.find_batch:
         def try_batch(batch_size):
             # Only the micro-step is compiled, because the update works on weights. Its memory does not depend on the
             # total batch size, which might not be a multiple of this batch size.
             return try_run(own, flags.replace(device_batch_size=batch_size, total_batch_size=-1), {"micro_step"})
 
-        found["find_batch"] = find_batch(try_batch, flags.batch.device_batch_size, say)
+        found["find_batch"] = find_batch(try_batch, flags.batch.device_batch_size)
     return found
 
 
@@ -73,7 +73,7 @@ def verdict(peak):
     return "does not fit" if peak is None else f"fits, {peak / GIB:.2f} GiB"
 
 
-def find_mesh(try_mesh, sizes, say=print):
+def find_mesh(try_mesh, sizes):
     """Tries the `sizes` of --mesh_fsdp in their order until one fits: try_mesh(size) returns the peak memory or None.
     Returns a JSON object with the size that fits (None if none does) and the peak memory of all that it tried."""
     peaks = {}
@@ -85,7 +85,7 @@ def find_mesh(try_mesh, sizes, say=print):
     return {"smallest": None, "peak_bytes": peaks}
 
 
-def find_batch(try_batch, start, say=print):
+def find_batch(try_batch, start):
     """Searches for the largest --device_batch_size that fits, from `start` on: try_batch(size) returns the peak memory
     or None. Returns a JSON object with the size (None if none fits) and the peak memory of all that it tried."""
     peaks = {}

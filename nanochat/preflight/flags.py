@@ -1,8 +1,6 @@
 """The preflight's own flags, and what it needs before anything is traced."""
 import os
-import sys
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 from nanochat.common import BadInput, expand_path, flag, read_flags, require_writable_dir
@@ -12,15 +10,10 @@ from nanochat.train.flags import TITLES, Flags
 PROGRAMS = ("micro_step", "update", "evaluate")
 
 
-def file_or_dash(text):
-    return text if text == "-" else str(expand_path(text))
-
-
 @dataclass(frozen=True)
 class PreflightFlags:
     accelerator: str = flag("", "the TPU to compile for: v5litepod-8, v6e-4, v4-32 …", required=True)
-    json: str | None = flag(None, "write the report to FILE; -: only it, to standard output", metavar="FILE",
-                            of=file_or_dash)
+    json: Path | None = flag(None, "write the report to FILE", metavar="FILE", of=expand_path)
     programs: str = flag(",".join(PROGRAMS), "programs to compile; a step's estimate needs micro_step and update")
     find_batch: bool = flag(False, "search for the largest --device_batch_size that fits")
     find_mesh: bool = flag(False, "search for the smallest --mesh_fsdp that fits")
@@ -49,20 +42,17 @@ def read_preflight_flags(argv=None, description=""):
     if not own.kinds <= set(PROGRAMS):
         raise BadInput(f"--programs={own.programs} is unknown: choose among {','.join(PROGRAMS)}")
     tpu.require_known_zone(own.tpu_slice.accelerator, own.zone)
-    if own.json not in (None, "-"):
-        if Path(own.json).is_dir() or not os.access(Path(own.json).parent, os.W_OK | os.X_OK):
-            raise BadInput(f"--json={own.json} cannot be written: name a file in a writable folder")
+    if own.json and (own.json.is_dir() or not os.access(own.json.parent, os.W_OK | os.X_OK)):
+        raise BadInput(f"--json={own.json} cannot be written: name a file in a writable folder")
     if own.dump_dir:
         require_writable_dir(own.dump_dir)
     return replace(own, accelerator=own.tpu_slice.accelerator), Flags(*of_training)
 
 
 def prepare(own):
-    """Prepares this process for tracing, before torch_xla is imported. Returns the function that prints a line for a
-    person: to standard error if --json=- reserves standard output. Raises BadInput if a package is missing."""
+    """Prepares this process for tracing, before torch_xla is imported. Raises BadInput if a package is missing."""
     from nanochat.preflight.compile import require_packages
     from nanochat.preflight.trace import prepare_environment
     require_packages()
     prepare_environment()
     os.environ["TPU_ACCELERATOR_TYPE"] = own.accelerator  # the attention kernel's tiles depend on the chip
-    return partial(print, file=sys.stderr if own.json == "-" else sys.stdout, flush=True)

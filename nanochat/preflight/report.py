@@ -3,6 +3,7 @@ run costs. describe.py says it to a person."""
 import re
 import tempfile
 
+from nanochat.common import say
 from nanochat.device import tpu
 from nanochat.preflight import estimate, schedule
 from nanochat.preflight.compile import compile_programs
@@ -21,10 +22,10 @@ def of_kinds(traced, kinds):
     return [program for name, program in traced.items() if kind_of(name) in kinds]
 
 
-def make_report(own, flags, programs, traced, say=print, checks=()):
+def make_report(own, flags, programs, traced, checks=()):
     """Compiles the traced programs of a run that the PreflightFlags `own` name and returns the report. flags: {name:
-    value} of all flags of the run. programs: its Programs. traced: its {name: TracedProgram}. say: is called with each
-    line of progress. checks: of find_checks."""
+    value} of all flags of the run. programs: its Programs. traced: its {name: TracedProgram}. checks: of
+    find_checks."""
     tpu_slice = own.tpu_slice
     plan = programs.plan
     traced = of_kinds(traced, own.kinds)
@@ -38,7 +39,7 @@ def make_report(own, flags, programs, traced, say=print, checks=()):
                  "parameters": sum(plan.parameters.values())},
         "usable_hbm_bytes": tpu_slice.tpu.usable_hbm_bytes, "memory": programs.memory_groups(),
         "programs": {}, "out_of_memory": {}}
-    _compile(own, programs, traced, report, say)
+    _compile(own, programs, traced, report)
     order = [program.name for program in traced]  # of the report; they were done in another
     report["programs"] = {name: report["programs"][name] for name in order if name in report["programs"]}
     peak = max((program["peak_bytes"] for program in report["programs"].values()), default=0)
@@ -55,7 +56,7 @@ def make_report(own, flags, programs, traced, say=print, checks=()):
     return report
 
 
-def _compile(own, programs, traced, report, say):
+def _compile(own, programs, traced, report):
     """Compiles the TracedPrograms, and adds the result of each to `report`."""
     runs_per_step = {MICRO_STEP: programs.plan.micro_steps, "update": 1, "evaluate": 0}
     resident_bytes = programs.resident_bytes()

@@ -4,7 +4,7 @@
 
 It needs no TPU, and takes seconds, not minutes like tpu_preflight. Beside the cycles it prints the bound (the products
 of all pairs of a query and a key that it sees, at the peak rate of the matrix units) and the fraction of each unit's
-slots in use. A batch, heads and layers multiply the cycles.
+slots in use. A batch and heads multiply the cycles.
 """
 import tempfile
 from dataclasses import dataclass
@@ -14,6 +14,7 @@ from nanochat.kernels.attention_tiles import HEAD_DIM, MAX_SEQ_LEN, MAX_WHOLE, S
 from nanochat.preflight.compile import require_packages
 from nanochat.preflight.jax_programs import parse_one_chip, schedule_of
 
+LAYERS = 16
 PRODUCTS = {"forward": 2, "backward": 5}  # of each pair of a query and a key with 128 numbers
 UNITS = "matrix", "vector", "load", "store", "transcendental", "across lanes"
 KERNEL = """
@@ -21,10 +22,10 @@ from functools import partial
 from nanochat.device.xla_ops import import_jax
 jax = import_jax()
 from nanochat.kernels import pallas_attention, pallas_parts
-name, (batch, length, width, kv_width, window, matrix_unit) = sys.argv[1], map(int, sys.argv[2:])
+name, (batch, length, width, window, matrix_unit) = sys.argv[1], map(int, sys.argv[2:])
 def array(*shape, dtype="bfloat16"):
     return jax.ShapeDtypeStruct(shape, dtype)
-rows = array(2, batch, length, width), *[array(2, batch, length, kv_width)] * 2
+rows = [array(2, batch, length, width)] * 3
 tables = [array(128, length, dtype="float32")] * 2
 sums = array(2, *pallas_parts.log_sums_shape(batch, length, width), dtype="float32")
 others = [sums, array(batch, length, width)] if name == "backward" else []
@@ -41,8 +42,6 @@ class Flags:
     window: int = flag(-1, "positions that a query sees, itself included; -1: all before it", at_least=1, unset=-1)
     device_batch_size: int = flag(8, "sequences", at_least=1, at_most=2**10)
     num_heads: int = flag(8, "heads of 128", at_least=1, at_most=2**10)
-    num_kv_heads: int = flag(-1, "key and value heads; -1: num_heads", at_least=1, at_most=2**10, unset=-1)
-    layers: int = flag(16, "layers whose cycles are added up", at_least=1, at_most=2**14)
     timeout_s: int = flag(1800, "the longest time that one kernel may take to compile", at_least=1)
 
 
@@ -56,10 +55,8 @@ class Cycles:
 
 def measure(flags, tpu_slice, folder):
     """Compiles the kernels. Yields the name of each, its Cycles, and its Schedule. Raises Failure."""
-    kv_heads = flags.num_heads if flags.num_kv_heads == -1 else flags.num_kv_heads
     window = flags.max_seq_len if flags.window == -1 else flags.window
-    sizes = (flags.device_batch_size, flags.max_seq_len, flags.num_heads * HEAD_DIM, kv_heads * HEAD_DIM, window,
-             tpu_slice.tpu.matrix_unit)
+    sizes = (flags.device_batch_size, flags.max_seq_len, flags.num_heads * HEAD_DIM, window, tpu_slice.tpu.matrix_unit)
     # A query sees itself and all positions before it, but no more than its window.
     pairs = sum(min(position, window) for position in range(1, flags.max_seq_len + 1))
     for name, products in PRODUCTS.items():
@@ -77,15 +74,12 @@ def main(argv=None):
     if not is_length(flags.max_seq_len, 128):
         step = 128 if flags.max_seq_len <= MAX_WHOLE else SEGMENT
         raise BadInput(f"--max_seq_len={flags.max_seq_len} is not a multiple of {step}: give one")
-    if flags.num_heads % max(flags.num_kv_heads, 1):
-        raise BadInput(f"--num_heads={flags.num_heads} is not a multiple of --num_kv_heads={flags.num_kv_heads}: "
-                       "give one")
     require_packages()
-    print(f"Mcycles of {flags.layers} layers, and the fraction of each unit's slots in use")
+    print(f"Mcycles of {LAYERS} layers, and the fraction of each unit's slots in use")
     print(f"{'':>10} {'schedule':>9} {'bound':>8} {'÷ bound':>8} {'tiles':>8} {'empty':>6}  " + "  ".join(UNITS))
     with tempfile.TemporaryDirectory(prefix="bench_kernels_") as folder:
         for name, cycles, schedule in measure(flags, tpu_slice, folder):
-            mega = flags.layers / 1e6
+            mega = LAYERS / 1e6
             uses = "  ".join(f"{schedule.use(unit):{len(unit)}.0%}" for unit in UNITS)
             print(f"{name:>10} {cycles.scheduled * mega:9.2f} {cycles.bound * mega:8.2f} "
                   f"{cycles.scheduled / cycles.bound:8.2f} {cycles.tiles * mega:8.2f} "

@@ -23,14 +23,15 @@ def test_the_advice_follows_from_the_flags(kernel, checkpointing, batch_size, ch
         "flags": {"activation_checkpointing": checkpointing, "device_batch_size": batch_size, "mesh_fsdp": 1}}) == flags
 
 
-def test_the_smallest_mesh_is_found_from_below():
+def test_the_smallest_mesh_is_found_from_below(capsys):
     def try_mesh(fsdp):
         tried.append(fsdp)
         return 2**34 // fsdp if fsdp >= fits_from else None
 
     for fits_from, smallest, calls in ((4, 4, [1, 2, 4]), (1, 1, [1]), (16, None, [1, 2, 4, 8])):
-        tried, said = [], []
-        found = find_mesh(try_mesh, (1, 2, 4, 8), said.append)
+        tried = []
+        found = find_mesh(try_mesh, (1, 2, 4, 8))
+        said = capsys.readouterr().out.splitlines()
         assert found["smallest"] == smallest and tried == calls == list(found["peak_bytes"])
         assert found["peak_bytes"][calls[-1]] == (2**34 // smallest if smallest else None)
         assert len(said) == len(calls) and ("does not fit" in said[0]) == (fits_from > 1)
@@ -40,7 +41,7 @@ def test_the_smallest_mesh_is_found_from_below():
     (1, 6, 6, [1, 2, 4, 6, 8]), (8, 6, 6, [4, 6, 8]), (64, 6, 6, [4, 6, 8, 16, 32, 64]), (6, 11, 9, [6, 9, 12]),
     (2, 0, None, [1, 2])])
 def test_the_largest_batch_is_found_by_doubling_halving_and_looking_between(start, limit, largest, tried):
-    found = find_batch(lambda size: size * 2**30 if size <= limit else None, start, say=lambda line: None)
+    found = find_batch(lambda size: size * 2**30 if size <= limit else None, start)
     assert found["largest"] == largest and sorted(found["peak_bytes"]) == tried
     assert all((peak is None) == (size > limit) for size, peak in found["peak_bytes"].items())
 
