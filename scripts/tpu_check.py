@@ -76,8 +76,8 @@ def main(argv=None):
     folder = require_writable_dir(own.out_dir or get_base_dir()) / "check"
     move_aside(folder)
     setting = Setting(flags, device_type, require_writable_dir(folder), foreign)
-    accelerator = tpu.detect_accelerator() if device_type == "tpu" else None
-    usd = tpu.usd_per_hour(accelerator, spot=False) if accelerator else None
+    accelerator = setting.accelerator
+    usd = accelerator and tpu.usd_per_hour(accelerator, spot=False)
     price = f", {usd * own.minutes / 60:.2f} USD on demand in the dearest region" if usd else ""
     say(f"{len(CHECKS)} checks take at most {own.minutes:g} minutes{price}; logs are in {folder}")
     found = check_all(setting, plan, own.minutes)

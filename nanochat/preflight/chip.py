@@ -79,6 +79,11 @@ class Finding:
     parts: dict | None = None  # of this estimate: {category: seconds}
 
 
+def compared(what, found, expected, form, holds=True, parts=None):
+    """Returns the Finding of a figure beside the one that the preflight expects, both written in this form."""
+    return Finding(what, holds, form.format(found), form.format(expected), factor=found / expected, parts=parts)
+
+
 # The machine
 
 
@@ -169,8 +174,7 @@ def collectives(setting):
         seconds = max(of_rank["seconds"] for of_rank in found)
         tpu = parse_accelerator(setting.accelerator).tpu
         expected_s = transfer_s("all-reduce", TIMED_BYTES["tpu"], setting.chips, tpu)
-        yield Finding("collectives: 64 MB", True, f"{1000 * seconds:.2f} ms", f"{1000 * expected_s:.2f} ms",
-                      factor=seconds / expected_s)
+        yield compared("collectives: 64 MB", 1000 * seconds, 1000 * expected_s, "{:.2f} ms")
 
 
 def try_collectives(device_type, folder):

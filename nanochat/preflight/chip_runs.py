@@ -6,7 +6,7 @@ import os
 import re
 import signal
 import time
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import pyarrow as pa
@@ -19,11 +19,10 @@ from nanochat.data.loader import DataLoader, RankRows
 from nanochat.data.remote import Interruption
 from nanochat.data.shards import open_shards
 from nanochat.data.storage import copy_files, delete_file, is_remote
-from nanochat.device import tpu
 from nanochat.device.ranks import compute_init, prepare_xla_environment
 from nanochat.device.tpu import GIB
 from nanochat.model.config import GPTConfig
-from nanochat.preflight.chip import Finding, anonymous, last_error
+from nanochat.preflight.chip import Finding, anonymous, compared, last_error
 from nanochat.record.history import read_run
 from nanochat.run.hosts import metadata
 from nanochat.run.processes import started_module
@@ -86,8 +85,9 @@ def run_directory(setting, name):
     return setting.folder / "checkpoints" / name
 
 
-def read_log(setting, name):
-    return (setting.folder / f"{name}.log").read_text(errors="replace")
+def has_logged(setting, name, pattern):
+    """Returns whether the pattern is in the log of a run."""
+    return bool(re.search(pattern, (setting.folder / f"{name}.log").read_text(errors="replace")))
 
 
 def small_flags(setting):
@@ -138,8 +138,8 @@ def programs(setting):
     yield compare_time("update", update_ms, report["programs"].get("update"))
     peak = float(max(four.series("device_memory_peak_bytes")[1], default=0))
     if peak and report.get("peak_bytes"):
-        yield Finding("memory", peak <= report["usable_hbm_bytes"], f"{peak / GIB:.2f} GiB at the peak",
-                      f"{report['peak_bytes'] / GIB:.2f} GiB", factor=peak / report["peak_bytes"])
+        yield compared("memory", peak / GIB, report["peak_bytes"] / GIB, "{:.2f} GiB",
+                       peak <= report["usable_hbm_bytes"])
 
 
 def attention(setting):
@@ -171,19 +171,17 @@ def compare_time(what, ms, estimate):
     """Returns the Finding of a program that takes so many milliseconds. estimate: of report_program, or None."""
     if not estimate:
         return Finding(what, ms > 0, f"{ms:.1f} ms", "not estimated")
-    expected_ms = 1000 * estimate["estimated_s"]
-    return Finding(what, ms > 0, f"{ms:.1f} ms", f"{expected_ms:.1f} ms", factor=ms / expected_ms,
-                   parts=None if what == "update" else estimate["parts_s"])
+    return compared(what, ms, 1000 * estimate["estimated_s"], "{:.1f} ms", ms > 0,
+                    None if what == "update" else estimate["parts_s"])
 
 
 def estimating(setting, what, **changes):
     """Returns a context in which the preflight estimates the run with these flags changed, on the host's CPU; what is
     not ready in time is not known."""
-    accelerator = tpu.detect_accelerator() if setting.device_type == "tpu" else None
-    if not accelerator:
+    if not setting.accelerator:
         return nullcontext()
     config = write_config(setting, f"estimate of {what}", micro_steps=4, **changes)
-    return started_module(setting.preflight, f"--config={config}", f"--accelerator={accelerator}",
+    return started_module(setting.preflight, f"--config={config}", f"--accelerator={setting.accelerator}",
                           "--programs=micro_step,update", f"--json={setting.folder / what}.estimate")
 
 
@@ -203,43 +201,39 @@ def survival(setting):
     steps = LONG_STEPS[setting.device_type]
     long = small_flags(setting) | {"num_iterations": steps, "log_every": 1, "save_every": steps}
     _, outcome = train(setting, "whole", **long)
-    with started(setting, "stopped", **long) as process:
-        wait_for_step(setting, "stopped", process)
-        process.terminate()
-        status = process.wait()
+    status, _ = train_until(setting, "stopped", signal.SIGTERM, **long)
     yield Finding("SIGTERM stops a run", status == STOPPED, f"status {status}", f"status {STOPPED}")
     resumed, outcome_of_resumed = train(setting, "stopped", **long)
-    is_resumed = resumed and "resuming from" in read_log(setting, "stopped")
-    yield Finding("it resumes", bool(is_resumed), outcome_of_resumed, "it trains")
+    is_resumed = bool(resumed) and has_logged(setting, "stopped", "resuming from")
+    yield Finding("it resumes", is_resumed, outcome_of_resumed, "it trains")
     files, others = checkpoint_files(setting, "whole"), checkpoint_files(setting, "stopped")
     different = [name for name in files if files[name] != others.get(name)]
     yield Finding("with the same bits", bool(files) and not different, ", ".join(different) or outcome,
                   "no file differs")
-    with started(setting, "killed", **long) as process:
-        wait_for_step(setting, "killed", process)
-        begun = time.monotonic()
-        for rank in rank_processes(process.pid)[-1:]:
-            os.kill(rank, signal.SIGKILL)
-        status = process.wait()
-    seconds = time.monotonic() - begun
-    named = re.search(r"rank [0-9, ]+ \(process [0-9]+\) was ended by SIGKILL", read_log(setting, "killed"))
-    yield Finding("a killed rank is named", status == 1 and bool(named) and seconds < NAMED_S, f"{seconds:.1f} s",
+    status, seconds = train_until(setting, "killed", signal.SIGKILL, **long)
+    is_named = has_logged(setting, "killed", r"rank [0-9, ]+ \(process [0-9]+\) was ended by SIGKILL")
+    yield Finding("a killed rank is named", status == 1 and is_named and seconds < NAMED_S, f"{seconds:.1f} s",
                   f"{NAMED_S} s")
     if setting.device_type == "tpu":
         notice = metadata("preempted")
         yield Finding("notice of preemption", notice in ("TRUE", "FALSE"), notice or "no answer", "FALSE")
 
 
-def wait_for_step(setting, name, process):
-    """Waits until the run has trained a step, or has ended."""
-    while process.poll() is None and "step 00001/" not in read_log(setting, name):
-        time.sleep(0.05)
-
-
-def rank_processes(pid):
-    """Returns the ids of the processes that a run's process has spawned as ranks."""
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [int(child) for child in children if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
+def train_until(setting, name, number, **changes):
+    """Trains until a signal after the first step: SIGTERM for the run, or SIGKILL for its last rank. Returns the exit
+    status, and the seconds from the signal to the end."""
+    with started(setting, name, **changes) as process:
+        while process.poll() is None and not has_logged(setting, name, "step 00001/"):
+            time.sleep(0.05)
+        pid = process.pid
+        begun = time.monotonic()
+        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+            if number == signal.SIGKILL:
+                for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+                    if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes():
+                        pid = int(child)
+            os.kill(pid, number)
+        return process.wait(), time.monotonic() - begun
 
 
 def checkpoint_files(setting, name):
