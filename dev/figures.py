@@ -25,7 +25,7 @@ def figures(report):
         "GB of HBM traffic of a micro-step": f"{micro_step['hbm_bytes'] / 1e9:.1f}",
         "peak HBM, GiB": f"{report['peak_bytes'] / GIB:.2f}",
         "traced instructions: micro-step, update, evaluation": ", ".join(instructions),
-        "update, fraction of a step": f"{run['shares']['update']:.1%}",
+        "update, fraction of a step": f"{run['update_share']:.1%}",
     }
 
 

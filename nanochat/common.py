@@ -281,34 +281,14 @@ def _named(name, kind):
     return read
 
 
-class _Once(argparse.Action):
-    """Stores a flag's value. It refuses a second one that differs, because it is easy to miss which one wins."""
-    given = None  # [value], once there is one
-
-    def __call__(self, parser, namespace, value, option_string=None):
-        if self.nargs == 0:
-            value = True
-        name = f"--{self.dest}"
-        if self.given not in (None, [value]):
-            parser.error(f"{name} is given twice, with two values: {name}={_shown(self.given[0])} and "
-                         f"{name}={_shown(value)}: leave one of them out")
-        self.given = [value]
-        setattr(namespace, self.dest, value)
-
-
-def _shown(value):
-    return ",".join(map(str, value)) if isinstance(value, (list, tuple)) else value
-
-
 def _add_flag(group, field_):
     name = field_.name
     # argparse would read "" with `type`, as if it had been given.
-    options = {"default": argparse.SUPPRESS if field_.default == "" else field_.default, "action": _Once,
-               **field_.metadata}
+    options = {"default": argparse.SUPPRESS if field_.default == "" else field_.default, **field_.metadata}
     limits = options.pop("limits")
     kind = options.pop("of") or (str if field_.default is None else type(field_.default))
     if kind is bool:
-        options["nargs"] = 0
+        options["action"] = "store_true"
     elif kind in (int, float):
         options["type"] = _reader(name, kind, *limits)
     else:
@@ -319,8 +299,9 @@ def _add_flag(group, field_):
 
 def read_flags(argv, description, titles, first=(), gone=None):
     """Returns an object of each data class in `titles`, {data class: title of its flags in --help}, whose fields are
-    made with flag(). argv: the arguments; None: those of this process. first: names of flags that --help shows first.
-    gone: see ArgumentParser. --config=FILE gives flags that `argv` lacks. Raises BadInput."""
+    made with flag(). argv: the arguments; None: those of this process. Of a flag that is given twice, the last value
+    counts. first: names of flags that --help shows first. gone: see ArgumentParser. --config=FILE gives flags that
+    `argv` lacks. Raises BadInput."""
     script = Path(sys.argv[0])
     folder = "dev" if script.parent.name == "dev" else "scripts"
     parser = ArgumentParser(prog=f"python3 -m {folder}.{script.stem}", description=description,
@@ -338,7 +319,7 @@ def read_flags(argv, description, titles, first=(), gone=None):
                 _add_flag(group, field_)
     group = parser.add_argument_group("help")
     group.add_argument("-h", "--help", action="help", help="show this text")
-    group.add_argument("--config", metavar="FILE", action=_Once,
+    group.add_argument("--config", metavar="FILE",
                        help="TOML file of flags, such as depth = 16; those of the command line win")
     argv = sys.argv[1:] if argv is None else list(argv)
     found = parser.parse_args([*_from_config(argv, parser), *argv])

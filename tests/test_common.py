@@ -82,20 +82,9 @@ def test_a_value_outside_of_a_flag_s_range_is_refused_in_one_line(argument, mess
     assert str(refusal.value).startswith(message) and "\n" not in str(refusal.value)
 
 
-@pytest.mark.parametrize("argv, message", [
-    (["--depth=2", "--verbose", "--depth", "4"], "--depth is given twice, with two values: --depth=2 and --depth=4: "),
-    (["--rate=0.5", "--rate=0.25"], "--rate is given twice, with two values: --rate=0.5 and --rate=0.25: "),
-    (["--names=a,b", "--names=c"], "--names is given twice, with two values: --names=a,b and --names=c: "),
-    (["--out-dir=/a", "--out_dir=/b"], "--out_dir is given twice, with two values: --out_dir=/a and --out_dir=/b: "),
-])
-def test_a_flag_with_two_values_is_refused(argv, message):
-    with pytest.raises(BadInput) as refusal:
-        read(*argv)
-    assert str(refusal.value) == message + "leave one of them out"
-
-
-def test_a_flag_given_twice_with_one_value_counts_once():
-    assert read("--depth=4", "--verbose", "--depth=04", "--verbose") == Flags(depth=4, verbose=True)
+def test_the_last_value_of_a_flag_counts():
+    assert read("--depth=4", "--verbose", "--out-dir=/a", "--depth=05", "--out_dir=/b") == Flags(
+        depth=5, verbose=True, out_dir=Path("/b"))
 
 
 def test_help_shows_a_default_only_where_there_is_one(capsys):

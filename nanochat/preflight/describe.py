@@ -64,8 +64,6 @@ COLUMNS = {  # of the table of programs: heading -> the text of a program's cell
     "est. ms": lambda program: f"{1000 * program['estimated_s']:.1f}",
     "low to high": lambda program: span_ms(program["low_s"], program["high_s"]),
     "runs": lambda program: str(program["runs_per_step"]),
-    "HLO": lambda program: str(program["traced_instructions"]),
-    "compiled": lambda program: str(program["compiled_instructions"]),
     "seconds": lambda program: f"{program['compile_s']:.0f}"}
 
 

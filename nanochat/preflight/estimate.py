@@ -19,10 +19,8 @@ def report_program(traced, compiled, runs_per_step, resident_bytes, tpu_slice, b
     attention_s = sum(op.times * costs.op_seconds(op, costs.cycles(op)) for op in ops if op.kernel)
     return {
         "name": traced.name, "runs_per_step": runs_per_step, "compile_s": compiled.seconds,
-        "traced_instructions": traced.instructions, "compiled_instructions": module.instruction_count(),
-        "hlo_hash": traced.hlo_hash, "peak_bytes": peak_bytes(traced, compiled, resident_bytes),
-        "temp_bytes": compiled.temp_bytes, "argument_bytes": compiled.argument_bytes,
-        "output_bytes": compiled.output_bytes, "alias_bytes": compiled.alias_bytes, "code_bytes": compiled.code_bytes,
+        "traced_instructions": traced.instructions, "hlo_hash": traced.hlo_hash, "temp_bytes": compiled.temp_bytes,
+        "peak_bytes": peak_bytes(traced, compiled, resident_bytes), "alias_bytes": compiled.alias_bytes,
         **totals,
         "collectives": timeline.count_collectives(ops, tpu_slice.chips),
         # waited: the part that no operation overlaps

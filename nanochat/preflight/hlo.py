@@ -114,10 +114,6 @@ class Module:
     computations: dict = field(default_factory=dict)  # name -> {name of instruction -> Instruction}
     entry: str = ""
 
-    def instruction_count(self):
-        """Returns the number of instructions, those inside fusions and loops included, each counted once."""
-        return sum(map(len, self.computations.values()))
-
     def inside(self, instruction):
         """Returns the computation of a fusion, {name of instruction -> Instruction}."""
         return self.computations[instruction.called("calls")]

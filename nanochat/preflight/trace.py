@@ -147,8 +147,9 @@ class _Capture:
         arguments = tuple(self.names_by_id.get(number, "") for number in argument_ids)
         donated = frozenset(index for index, argument in enumerate(arguments) if argument in updated)
         text = torch_xla_c._get_xla_tensors_hlo(outputs)
+        instructions = sum(map(len, hlo.parse(text).computations.values()))
         return TracedProgram(name, torch_xla_c._get_xla_tensors_hlo_proto(outputs), hlo.hash_of_program(text),
-                             hlo.parse(text).instruction_count(), arguments, donated)
+                             instructions, arguments, donated)
 
 
 @contextmanager
