@@ -10,8 +10,7 @@ NOTHING_DECLARED = {"flops": 0, "transcendentals": 0}
 def report_program(traced, compiled, runs_per_step, resident_bytes, tpu_slice, branch_shares=None):
     """Returns a JSON object: memory and time of one run of a TracedProgram on one chip. Its CompiledProgram must fit.
     resident_bytes: {name: bytes} of all tensors that stay on the chip. branch_shares: as in ops_of."""
-    module = hlo.parse(compiled.hlo_text)
-    ops = ops_of(module, branch_shares)
+    ops = ops_of(hlo.parse(compiled.hlo_text), branch_shares)
     costs = Costs(ops, compiled.schedules, tpu_slice.tpu)
     totals = costs.totals(ops)
     line = timeline.run(ops, lambda op: costs.seconds(costs.cycles(op)), tpu_slice)
@@ -19,8 +18,9 @@ def report_program(traced, compiled, runs_per_step, resident_bytes, tpu_slice, b
     attention_s = sum(op.times * costs.op_seconds(op, costs.cycles(op)) for op in ops if op.kernel)
     return {
         "name": traced.name, "runs_per_step": runs_per_step, "compile_s": compiled.seconds,
-        "traced_instructions": traced.instructions, "hlo_hash": traced.hlo_hash, "temp_bytes": compiled.temp_bytes,
-        "peak_bytes": peak_bytes(traced, compiled, resident_bytes), "alias_bytes": compiled.alias_bytes,
+        "traced_instructions": sum(map(len, hlo.parse(traced.hlo_text).computations.values())),
+        "peak_bytes": peak_bytes(traced, compiled, resident_bytes), "temp_bytes": compiled.temp_bytes,
+        "alias_bytes": compiled.alias_bytes,
         **totals,
         "collectives": timeline.count_collectives(ops, tpu_slice.chips),
         # waited: the part that no operation overlaps

@@ -1,5 +1,4 @@
 """Reads the HLO text of a program, before or after the TPU compiler has optimised it. ops.py says what it costs."""
-import hashlib
 import json
 import math
 import re
@@ -191,14 +190,3 @@ def parse_shape(text):
         in_hbm = not re.search(r"S\([1-9]", found["layout"] or "")
         arrays.append(Array(found["dtype"], dims, in_hbm))
     return arrays
-
-
-def hash_of_program(text):
-    """Returns a hash of a module that is not optimised yet, without its name, source lines and layout of text.
-    Pallas kernels contain paths of source files, so their hash depends on the folder of the repository."""
-    digest = hashlib.sha256()
-    for computation in parse(text).computations.values():
-        for i in computation.values():
-            attributes = re.sub(r", metadata=\{[^}]*\}", "", i.attributes).strip()
-            digest.update(repr((i.name, i.opcode, i.shape, i.operands, i.is_root, attributes)).encode())
-    return digest.hexdigest()[:32]

@@ -67,8 +67,7 @@ class TracedProgram:
     """A program as torch_xla gives it to the compiler."""
     name: str
     hlo_proto: bytes  # a serialised HloModuleProto
-    hlo_hash: str  # hlo.hash_of_program: equal for the same program, wherever it was traced
-    instructions: int
+    hlo_text: str
     arguments: tuple  # the name of each; "" for constants that torch_xla passes as arguments
     donated: frozenset  # indices of the arguments whose memory an output may reuse
 
@@ -146,10 +145,8 @@ class _Capture:
         argument_ids, _ = torch_xla_c._get_tensors_xla_device_data_node(outputs)
         arguments = tuple(self.names_by_id.get(number, "") for number in argument_ids)
         donated = frozenset(index for index, argument in enumerate(arguments) if argument in updated)
-        text = torch_xla_c._get_xla_tensors_hlo(outputs)
-        instructions = sum(map(len, hlo.parse(text).computations.values()))
-        return TracedProgram(name, torch_xla_c._get_xla_tensors_hlo_proto(outputs), hlo.hash_of_program(text),
-                             instructions, arguments, donated)
+        return TracedProgram(name, torch_xla_c._get_xla_tensors_hlo_proto(outputs),
+                             torch_xla_c._get_xla_tensors_hlo(outputs), arguments, donated)
 
 
 @contextmanager

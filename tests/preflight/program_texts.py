@@ -4,6 +4,7 @@ kept/, which commit b2430fc made. Who changes a program on purpose stores the ne
     python3 -m tests.preflight.program_texts            # writes tests/preflight/kept/
 """
 import base64
+import hashlib
 import json
 import lzma
 import os
@@ -49,6 +50,18 @@ def text_of(proto):
     text = xla_client.XlaComputation(proto).get_hlo_module().to_string(options)
     text = re.sub(r"%[\w.-]+?\.(\d+)\b", r"%\1", text.partition("\n")[2])
     return re.sub(r"backend_config=(\{.*\})$", lambda found: text_of_kernel(json.loads(found[1])), text, flags=re.M)
+
+
+def hash_of(text):
+    """Returns a hash of the text of a module that is not optimised yet, without names of modules, source lines and
+    layout: equal for the same program, wherever it was traced."""
+    from nanochat.preflight.hlo import parse
+    digest = hashlib.sha256()
+    for computation in parse(text).computations.values():
+        for i in computation.values():
+            attributes = re.sub(r", metadata=\{[^}]*\}", "", i.attributes).strip()
+            digest.update(repr((i.name, i.opcode, i.shape, i.operands, i.is_root, attributes)).encode())
+    return digest.hexdigest()
 
 
 def text_of_kernel(config):

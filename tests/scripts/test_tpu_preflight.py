@@ -12,7 +12,6 @@ import pytest
 
 from nanochat.common import BadInput
 from nanochat.data.tokenizer import SHIPPED_DIR, load_tokenizer
-from nanochat.preflight import hlo
 from nanochat.preflight.fit import flags_of_meshes
 from nanochat.preflight.hlo import LINE_IN_NAME, REPOSITORY
 from nanochat.train.flags import parse_flags
@@ -20,6 +19,7 @@ from nanochat.train.language import LanguageTask
 from nanochat.train.plan import make_plan
 from scripts import tpu_preflight
 from tests.conftest import last_of_each
+from tests.preflight.program_texts import hash_of
 from tests.warm import CHEAP_COMPILATION
 
 pytestmark = pytest.mark.skipif(not (importlib.util.find_spec("libtpu") and importlib.util.find_spec("jax")),
@@ -181,8 +181,9 @@ TRACE = """
 import json, sys
 from nanochat.train.flags import parse_flags
 from nanochat.preflight.language import trace_run
+from tests.preflight.program_texts import hash_of
 _, programs = trace_run(parse_flags(sys.argv[1:]), chips=4)
-print(json.dumps({name: (program.hlo_hash, sorted(program.donated)) for name, program in programs.items()}))
+print(json.dumps({name: (hash_of(program.hlo_text), sorted(program.donated)) for name, program in programs.items()}))
 """
 
 
@@ -211,7 +212,7 @@ def test_the_compiled_programs_are_those_that_base_train_runs(train, traced, tin
     trained = {}
     for path in tmp_path.glob("*.before_optimizations.txt"):
         donors = re.search(r"buffer_donor=\{(.*?) \}", path.read_text())
-        trained[hlo.hash_of_program(path.read_text())] = re.findall(r"\((\d+), ", donors[1] if donors else "")
+        trained[hash_of(path.read_text())] = re.findall(r"\((\d+), ", donors[1] if donors else "")
     of_micro = ["micro_step 128", "micro_step 32"] if others else ["micro_step"]
     assert sorted(programs) == ["evaluate", *of_micro, "update"]
     for name, (hlo_hash, donated) in programs.items():
@@ -239,10 +240,11 @@ import functools, json, sys
 from unittest import mock
 from nanochat.preflight import language
 from nanochat.train.flags import parse_flags
+from tests.preflight.program_texts import hash_of
 for rank in (0, 3, 254):
     with mock.patch.object(language, "Dist", functools.partial(language.Dist, rank=rank)):
         run, programs = language.trace_run(parse_flags(sys.argv[1:]), chips=256)
-    hashes = {name: program.hlo_hash for name, program in programs.items()}
+    hashes = {name: hash_of(program.hlo_text) for name, program in programs.items()}
     print(json.dumps([hashes, run.memory_groups().get("teacher")]))
 """
 
