@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import pytest
 
@@ -95,14 +94,15 @@ def lines_of_top_operations(report):
     return found
 
 
-def test_the_top_operations_are_named_by_lines_of_this_repository_that_exist(tiny_report):
+def test_the_top_operations_are_named_by_the_line_that_they_come_from_also_in_loops(tiny_report):
     found = lines_of_top_operations(tiny_report)
     assert len(found) > 5 and {path.split("/")[1] for path, _ in found} >= {"kernels", "model"}
-
-
-def test_bad_flags_are_refused_in_one_line(preflight, tiny):
-    process = preflight(*tiny, "--accelerator=v6e-4", "--depth=0", status=2)
-    assert "--depth=0 is not a whole number of at least 1" in process.stderr and process.stderr.count("error:") == 1
+    products = [each["source"].split()[0].split(":") for program in tiny_report["programs"].values()
+                for each in program["top_operations"] if each["source"].endswith("aten__mm")]
+    for path, number in products:  # their lines show what they are
+        line = (REPOSITORY / path).read_text().splitlines()[int(number) - 1]
+        assert re.search(r"linear\(|matmul\(|of_input\(| @ ", line), f"{path}:{number}: {line}"
+    assert products
 
 
 @pytest.mark.parametrize("flags, message", [
@@ -119,11 +119,9 @@ def test_bad_flags_are_found_before_anything_is_traced(tiny, flags, message):
         tpu_preflight.read_preflight_flags(last_of_each(*tiny, *flags))
 
 
-@pytest.mark.parametrize("flags, message", [
-    (["--find_mesh", "--mesh_fsdp=4"], "--find_mesh .* --mesh_fsdp=4 .*: leave both out")])
-def test_a_search_for_what_is_given_is_refused_before_anything_is_traced(tiny, flags, message):
-    with pytest.raises(BadInput, match=message):
-        tpu_preflight.main(last_of_each(*tiny, "--accelerator=v6e-4", *flags))
+def test_a_search_for_what_is_given_is_refused_before_anything_is_traced(tiny):
+    with pytest.raises(BadInput, match="--find_mesh .* --mesh_fsdp=4 .*: leave both out"):
+        tpu_preflight.main([*tiny, "--accelerator=v6e-4", "--find_mesh", "--mesh_fsdp=4"])
 
 
 @pytest.mark.parametrize("flags, sizes", [
@@ -265,29 +263,6 @@ def test_all_ranks_of_a_mesh_run_the_same_programs(train, traced, tiny, teacher)
     if teacher:
         weights = 2 * 12 * 128**2 + 3 * load_tokenizer(SHIPPED_DIR).n_vocab * 128
         assert teacher_bytes == pytest.approx(2 * weights / 4, rel=0.01)
-
-
-LINES_OF_PRODUCTS = """
-import re, sys
-from jaxlib import xla_client
-from nanochat.preflight.compiler_process import with_lines_in_loops, with_source_lines
-from nanochat.train.flags import parse_flags
-from nanochat.preflight.language import trace_run
-program = trace_run(parse_flags(sys.argv[1:]), chips=4)[1]["micro_step"]
-computation = xla_client.XlaComputation(with_lines_in_loops(program.hlo_proto))
-text = with_source_lines(xla_client._xla.mlir.xla_computation_to_mlir_module(computation))
-print(*sorted(set(re.findall('"([^"]*) aten__mm"', text))), sep=chr(10))
-"""
-
-
-def test_operations_are_named_by_the_line_that_they_come_from_also_in_loops(traced, tiny):
-    """Checked on the matrix products, whose lines show what they are."""
-    flags = last_of_each("--kernel=chunked", *tiny)
-    names = re.findall(r"^(\S+\.py):(\d+)", "\n".join(traced(LINES_OF_PRODUCTS, flags)), re.MULTILINE)
-    assert len(names) > 10
-    for path, number in names:
-        line = Path(path).read_text().splitlines()[int(number) - 1]
-        assert re.search(r"linear\(|matmul\(|of_input\(| @ ", line), f"{path}:{number}: {line}"
 
 
 MOSAIC_VERSIONS = """
