@@ -13,7 +13,6 @@ After `make demo`, these commands make README.md's picture, report/completion.pn
     python3 -m scripts.report demo --completion=completion.txt --out_dir=report
 """
 import importlib.util
-import re
 import textwrap
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +20,6 @@ from pathlib import Path
 
 import numpy as np
 
-from nanochat.checkpoint.on_disk import list_checkpoints
 from nanochat.common import BadInput, expand_path, flag, read_flags, read_named, require_writable_dir, run_script
 from nanochat.device.tpu import GIB
 from nanochat.record.history import read_run
@@ -48,7 +46,7 @@ def main(argv=None):
     out_dir = require_writable_dir(flags.out_dir or runs[0].directory / "report")
     print(summarise(runs))
     for run in runs:
-        print("", f"Recommendations for {run.name}:", *recommend(run, flags_of(run)), sep="\n")
+        print("", f"Recommendations for {run.name}:", *recommend(run), sep="\n")
     shown = [panel for panel in PANELS if any(len(run.series(panel[0])[0]) for run in runs)]
     pictures = [save_figure(out_dir / "curves.png", [partial(draw_metric, runs, *panel) for panel in shown])]
     if completion is not None:
@@ -131,9 +129,8 @@ REMEDIES = {
 }
 
 
-def recommend(run, flags):
-    """Returns lines: what takes much of the run's time, the largest first, and which flags change that. flags: {name:
-    value} of the run, {} if they are unknown."""
+def recommend(run):
+    """Returns lines: what takes much of the run's time, the largest first, and which flags change that."""
     parts = {kind: part for kind, part in parts_of(run).items() if kind in REMEDIES}
     if not run.last("interruptions"):
         parts.pop("lost", None)  # pauses, not interruptions
@@ -148,32 +145,15 @@ def recommend(run, flags):
     found = []
     for kind in sorted(parts, key=parts.get, reverse=True):
         if parts[kind] > WORTH_SAYING:
-            found.append(f"{kind} takes {parts[kind]:.0%} of the time: {with_values(REMEDIES[kind], flags)}")
+            found.append(f"{kind} takes {parts[kind]:.0%} of the time: {REMEDIES[kind]}")
     compiled = sorted({cause for record in run.records for cause in record.get("recompiled", ())})
     if compiled:
         found.append(f"Programs were compiled again; keep constant: {'; '.join(compiled[:3])}")
     peak, limit = peak_bytes(run), run.last("device_memory_limit_bytes")
     if peak and limit and peak < MEMORY_FREE * limit:
-        found.append(f"Device memory peaks at {peak / limit:.0%} of {limit / GIB:.1f} GiB: " + with_values(
-            "twice the --device_batch_size fits, if a step has several micro-steps", flags))
+        found.append(f"Device memory peaks at {peak / limit:.0%} of {limit / GIB:.1f} GiB: twice the "
+                     "--device_batch_size fits, if a step has several micro-steps")
     return found or ["none: the measurements show nothing wrong"]
-
-
-def with_values(remedy, flags):
-    """Returns the remedy with the run's values of the flags that it names."""
-    values = [f"--{name}={flags[name]}" for name in re.findall(r"--(\w+)", remedy) if name in flags]
-    return f"{remedy} (now {' '.join(values)})" if values else remedy
-
-
-def flags_of(run):
-    """Returns the flags {name: value} of the run's newest checkpoint whose meta.json can be read, {} without one."""
-    from nanochat.checkpoint.meta import load_meta
-    for path in reversed(list_checkpoints(run.directory)):
-        try:
-            return load_meta(path).flags
-        except BadInput:
-            continue
-    return {}
 
 
 # The pictures

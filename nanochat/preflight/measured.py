@@ -2,6 +2,7 @@
 estimate, and later estimates are corrected by the same factors."""
 import importlib.metadata
 import json
+from contextlib import suppress
 
 import numpy as np
 
@@ -57,11 +58,9 @@ def find_checks(path, plan, tpu_slice):
         return [read_check(path, expected, tpu_slice)]
     found = []
     for known in sorted([*CHIPS.glob("*.json"), *(get_base_dir() / "chips").glob("*.json")]):
-        try:
+        with suppress(BadInput):  # of another chip or libtpu
             date, factors = read_check(known, {"libtpu": expected["libtpu"]}, tpu_slice)
-        except BadInput:  # of another chip or libtpu
-            continue
-        found.append((date, {name: factor for name, factor in factors.items() if name not in OF_A_RUN}))
+            found.append((date, {name: factor for name, factor in factors.items() if name not in OF_A_RUN}))
     return found
 
 
@@ -75,17 +74,15 @@ def read_check(path, expected, tpu_slice):
         kind = parse_accelerator(found["accelerator"], "accelerator").tpu.name
     except (ValueError, LookupError, TypeError, AttributeError, BadInput):
         raise BadInput(f"--measured={path} has no measurements of a chip: {ADVICE}") from None
-    if kind != tpu_slice.tpu.name:
-        raise BadInput(f"--measured={path} is of {kind}, and --accelerator={tpu_slice.accelerator}: {ADVICE}")
-    for name, value in expected.items():
-        if found.get(name) != value:
-            raise BadInput(f"--measured={path} is of {name} {found.get(name)}, and here it is {value}: {ADVICE}")
-    for name, factor in factors.items():
-        if not 1 / LARGEST_FACTOR <= factor <= LARGEST_FACTOR:
-            raise BadInput(f"--measured={path} has a factor of {factor:g} for {name}, beyond {LARGEST_FACTOR}: "
-                           f"{ADVICE}")
+    found, expected = found | {"chip": kind}, expected | {"chip": tpu_slice.tpu.name}
+    problems = [f"is of {name} {found.get(name)}, and here it is {value}" for name, value in expected.items()
+                if found.get(name) != value]
+    problems += [f"has a factor of {factor:g} for {name}, beyond {LARGEST_FACTOR}" for name, factor in factors.items()
+                 if not 1 / LARGEST_FACTOR <= factor <= LARGEST_FACTOR]
     if not NEEDED <= factors.keys():
-        raise BadInput(f"--measured={path} lacks the time of a program: {ADVICE}")
+        problems.append("lacks the time of a program")
+    if problems:
+        raise BadInput(f"--measured={path} {problems[0]}: {ADVICE}")
     return date, factors
 
 

@@ -10,7 +10,6 @@ import pytest
 from nanochat.common import BadInput
 from nanochat.record.history import History, read_run
 from scripts.report import draw_metric, main, recommend
-from tests.checkpoint.states import make_meta
 
 # metrics.jsonl of six steps of a tiny model, as base_train wrote it. A second process resumed from step 2.
 RECORDED = Path(__file__).parent / "interrupted_run.jsonl"
@@ -107,32 +106,29 @@ def make_run(tmp_path):
     return make
 
 
-FLAGS = {"device_batch_size": 4, "eval_every": 25, "eval_tokens": 8192, "save_every": 60, "log_every": 5}
-
-
 @pytest.mark.parametrize("measured, words", [
     ({"data_wait": 0.3}, ["waiting for data takes 30%"]),
-    ({"host_dispatch": 0.9}, ["dispatching programs takes 90%", "--device_batch_size=4 --log_every=5"]),
+    ({"host_dispatch": 0.9}, ["dispatching programs takes 90%", "--device_batch_size", "--log_every"]),
     ({"recompiled": ["micro_step: rows is int32 (2, 17) and was int32 (2, 33)"]}, ["rows is int32 (2, 17) and was"]),
-    ({"seconds_train": 75.0, "seconds_evaluate": 25.0}, ["evaluate takes 25%", "--eval_every=25 --eval_tokens=8192"]),
+    ({"seconds_train": 75.0, "seconds_evaluate": 25.0}, ["evaluate takes 25%", "--eval_every", "--eval_tokens"]),
     ({"seconds_train": 70.0, "seconds_save": 30.0, "seconds_lost": 9.0, "interruptions": 1},
-     ["save takes 28%", "larger --save_every (now --save_every=60)"]),
+     ["save takes 28%", "larger --save_every"]),
     ({"seconds_train": 70.0, "seconds_save": 9.0, "seconds_lost": 30.0, "interruptions": 2},
      ["lost takes 28%", "smaller --save_every"]),
     ({"device_memory_peak_bytes": 7e9, "device_memory_limit_bytes": 16.9e9},
-     ["peaks at 41% of 15.7 GiB", "now --device_batch_size=4"]),
+     ["peaks at 41% of 15.7 GiB", "--device_batch_size"]),
 ])
-def test_each_loss_of_time_is_named_with_its_measure_the_flag_and_its_value(make_run, measured, words):
-    (said,) = recommend(make_run(**measured), FLAGS)
+def test_each_loss_of_time_is_named_with_its_measure_and_the_flag(make_run, measured, words):
+    (said,) = recommend(make_run(**measured))
     assert all(word in said for word in words), said
 
 
 def test_the_largest_loss_comes_first_and_where_nothing_is_wrong_nothing_is_recommended(make_run):
-    said = recommend(make_run(data_wait=0.1, seconds_train=70.0, seconds_evaluate=20.0, seconds_sample=10.0), {})
+    said = recommend(make_run(data_wait=0.1, seconds_train=70.0, seconds_evaluate=20.0, seconds_sample=10.0))
     assert said[0].startswith("evaluate takes 20%") and len(said) == 3
     quiet = make_run(data_wait=0.03, host_dispatch=0.7, seconds_train=90.0, seconds_evaluate=4.0, seconds_lost=6.0,
                      device_memory_peak_bytes=15e9, device_memory_limit_bytes=16.9e9)
-    assert recommend(quiet, FLAGS) == ["none: the measurements show nothing wrong"]
+    assert recommend(quiet) == ["none: the measurements show nothing wrong"]
 
 
 def test_the_wall_time_does_not_jump_with_the_clock(make_run):
@@ -143,12 +139,3 @@ def test_the_wall_time_does_not_jump_with_the_clock(make_run):
     assert run.wall_s() == 9
     run.records[-1]["time"] -= 7200
     assert run.wall_s() == 0
-
-
-def test_the_flags_come_from_the_newest_checkpoint_that_can_be_read(make_run, tmp_path, capsys):
-    make_run(seconds_train=70.0, seconds_save=30.0)
-    for step, meta in ((200, make_meta(200, flags={"save_every": 60}).to_json()), (300, None)):
-        (tmp_path / f"step_{step:06d}").mkdir()
-        (tmp_path / f"step_{step:06d}" / "meta.json").write_text(json.dumps(meta))
-    main([str(tmp_path)])
-    assert "a larger --save_every (now --save_every=60)" in capsys.readouterr().out
