@@ -86,17 +86,13 @@ def describe_programs(programs):
 
 def describe_waits(program):
     """Returns lines about what a program may wait for, and about its Pallas kernels."""
-    lines = [f"the error bar is {program['doubt']}"]
+    traffic, copies, copies_waited, ici, ici_waited = (
+        f"{1000 * program[name]:.1f}" for name in ("traffic_s", "copies_s", "copies_waited_s", "ici_s", "ici_waited_s"))
+    lines = [f"the error bar is whether {traffic} ms of traffic with HBM, {copies} of copies and {ici} of collectives "
+             f"overlap with compute; the program waits for {copies_waited} of copies and {ici_waited} of collectives"]
     for kind, (count, num_bytes, overlapped) in program["collectives"].items():
         lines.append(f"{count} {kind}, {num_bytes / 1e6:.1f} MB, {overlapped / 1e6:.1f} of them overlapped with "
                      "compute")
-    for kind, total_s, waited_s in (("collectives", program["ici_s"], program["ici_waited_s"]),
-                                    ("copies", program["copies_s"], program["copies_waited_s"])):
-        if total_s:
-            lines.append(f"{kind} est. {1000 * total_s:.1f} ms; the program waits for {1000 * waited_s:.1f} of them")
-    if program["pallas_calls"]:
-        lines.append(f"{program['pallas_calls']} Pallas kernels, {program['pallas_flops'] / 1e12:.2f} TFLOP, counted "
-                     "in the cycles as scheduled")
     if program["pallas_uncounted"]:
         lines.append(f"Pallas kernels of unknown cost, not counted: {program['pallas_uncounted']}")
     return lines

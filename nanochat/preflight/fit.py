@@ -86,22 +86,14 @@ def find_mesh(try_mesh, sizes):
 
 
 def find_batch(try_batch, start):
-    """Searches for the largest --device_batch_size that fits, from `start` on: try_batch(size) returns the peak memory
-    or None. Returns a JSON object with the size (None if none fits) and the peak memory of all that it tried."""
+    """Doubles or halves --device_batch_size, from `start` on, until it is known which is the largest that fits:
+    try_batch(size) returns the peak memory or None. Returns a JSON object with the size (None if none fits) and the
+    peak memory of all that it tried."""
     peaks = {}
-
-    def fits(batch):
-        if batch not in peaks:
-            peaks[batch] = try_batch(batch)
-            say(f"--device_batch_size={batch}: {verdict(peaks[batch])}")
-        return peaks[batch] is not None
-
-    # The size is halved until it fits and doubled while it does; last comes the size halfway to its double.
     batch = start
-    while batch and not fits(batch):
-        batch //= 2
-    while batch and fits(2 * batch):
-        batch *= 2
-    if batch > 1 and fits(batch * 3 // 2):
-        batch = batch * 3 // 2
-    return {"largest": batch or None, "peak_bytes": peaks}
+    while batch and batch not in peaks:
+        peaks[batch] = peak = try_batch(batch)
+        say(f"--device_batch_size={batch}: {verdict(peak)}")
+        batch = batch // 2 if peak is None else 2 * batch
+    fitting = [size for size, peak in peaks.items() if peak is not None]
+    return {"largest": max(fitting, default=None), "peak_bytes": peaks}

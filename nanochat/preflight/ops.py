@@ -13,6 +13,7 @@ import re
 from dataclasses import dataclass
 
 from nanochat.preflight.hlo import COLLECTIVES, PALLAS_CALL, Array, Instruction
+from nanochat.preflight.schedule import Schedule
 
 # These move no data: the compiler generates no code for them, or they share the memory of their operand.
 _FREE = frozenset({"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "opt-barrier",
@@ -26,11 +27,12 @@ class Op:
     """An instruction that runs `times` times, with the costs of one time."""
     instruction: Instruction
     times: int
-    cycles: int = 0
+    cycles: int = 0  # the compiler's estimate, until estimate.py knows better
     hbm_bytes: float = 0.0
     begins: str = ""  # the name of the asynchronous transfer that it starts
     ends: str = ""  # the name of the transfer whose end it waits for
     kernel: Instruction | None = None  # the Pallas kernel that it is, or that its fusion contains
+    schedule: Schedule | None = None  # the machine's own, once estimate.py has found it
 
 
 def ops_of(module, branch_shares=None):
