@@ -75,9 +75,6 @@ def compile_programs(programs, tpu_slice, folder, timeout_s=1800, jobs=2, schedu
 def _compile_in_subprocess(program, tpu_slice, folder, timeout_s, processes, schedule_options):
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "traced.pb").write_bytes(program.hlo_proto)
-    (folder / "request.json").write_text(json.dumps({
-        "donated": sorted(program.donated), "topology": f"{tpu_slice.tpu.name}:{tpu_slice.topology}",
-        "topology_options": _topology_options(tpu_slice)}))
     options = {}
     schedules = {}
     schedules_folder = folder / "schedules"
@@ -97,11 +94,13 @@ def _compile_in_subprocess(program, tpu_slice, folder, timeout_s, processes, sch
 
 
 def _run_compiler(program, tpu_slice, folder, timeout_s, processes, options):
+    arguments = (str(folder.resolve()), sorted(program.donated), f"{tpu_slice.tpu.name}:{tpu_slice.topology}",
+                 _topology_options(tpu_slice))
     # The child ties its life to this process before it imports anything: a compiler works for minutes, and would go on
     # when nobody is left to read its result.
     process = subprocess.Popen(  # without preexec_fn: with it jax, which is in this process, warns of a fork
         [sys.executable, "-c", f"from nanochat.common import end_with_parent; end_with_parent({os.getpid()}); "
-         f"from nanochat.preflight.compiler_process import compile_folder; compile_folder({str(folder.resolve())!r})"],
+         f"from nanochat.preflight.compiler_process import compile_folder; compile_folder{arguments}"],
         cwd=REPOSITORY, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
         env=_compiler_environment(tpu_slice, options))
     processes.append(process)

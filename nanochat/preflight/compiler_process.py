@@ -10,10 +10,10 @@ from pathlib import Path
 from nanochat.preflight.hlo import LINE_IN_MLIR, LINE_IN_SCOPE, REPOSITORY
 
 
-def compile_folder(folder):
-    """Compiles the program `folder`/traced.pb with the options in `folder`/request.json. Writes `folder`/compiled.json,
-    the fields of compile.CompiledProgram, and `folder`/optimised.hlo, which is empty if the program does not fit.
-    `folder` is an absolute path."""
+def compile_folder(folder, donated, topology, topology_options):
+    """Compiles the program `folder`/traced.pb. Writes `folder`/compiled.json, the fields of compile.CompiledProgram,
+    and `folder`/optimised.hlo, which is empty if the program does not fit. folder: an absolute path. donated: indices
+    of arguments, as in trace.TracedProgram."""
     import numpy as np
     from jax.errors import JaxRuntimeError
     from jax.experimental import topologies
@@ -21,15 +21,13 @@ def compile_folder(folder):
 
     folder = Path(folder)
     os.chdir(folder)  # an option of libtpu cannot hold a path with a space
-    request = json.loads((folder / "request.json").read_text())
-    devices = topologies.get_topology_desc(
-        platform="tpu", topology_name=request["topology"], **request["topology_options"]).devices
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=topology, **topology_options).devices
     # Each chip is a replica and runs the traced program as it is, undivided; its collectives count replicas. The
     # assignment is (replicas, 1).
     options = xla_client.CompileOptions()
     options.num_replicas = len(devices)
     options.device_assignment = xla_client.DeviceAssignment.create(np.arange(len(devices)).reshape(-1, 1))
-    module = _load(folder / "traced.pb", set(request["donated"]))
+    module = _load(folder / "traced.pb", donated)
     started = time.monotonic()
     try:
         executable = devices[0].client.compile(
