@@ -1,8 +1,8 @@
 """Makes a corpus, trains a small model and completes a file, on this machine: `make demo`.
 
 It trains with the program for TPUs, over two XLA devices of the CPU, in three to five minutes on two cores. Writes to
-$NANOCHAT_BASE_DIR/demo (default ~/.cache/nanochat/demo), and the other scripts take the model as --checkpoint=demo. A
-second demo starts over.
+$NANOCHAT_BASE_DIR/demo (default ~/.cache/nanochat/demo). The model is in checkpoints/dummy there, a path for
+--checkpoint of the other scripts. A second demo starts over.
 """
 import os
 import shlex
@@ -30,16 +30,6 @@ def run(step, module, *flags, env):
     run_module(module, *flags, env=env)
 
 
-def checkpoint_name(run_dir):
-    """Returns what --checkpoint takes for the demo's run: "demo", a link to it, unless the user's own run has this
-    name."""
-    link = get_base_dir() / "checkpoints" / "demo"
-    link.parent.mkdir(exist_ok=True)
-    if not os.path.lexists(link):
-        link.symlink_to(run_dir)
-    return link.name if link.resolve() == run_dir.resolve() else run_dir
-
-
 def main(argv=None):
     (flags,) = read_flags(argv, __doc__, {Flags: "flags"})
     started = time.monotonic()
@@ -56,7 +46,6 @@ def main(argv=None):
         "--echo", "--max_tokens=100", "--temperature=0.6", env=env)
 
     run_dir = base_dir / "checkpoints" / "dummy"
-    name = checkpoint_name(run_dir)
     history = read_run(str(run_dir))
     bpb = history.series("val_bpb")[1]
     last = history.records[-1]["step"]
@@ -68,7 +57,7 @@ checkpoint   {run_dir}/step_{last:06d}
 metrics      {run_dir / METRICS_FILE}
 
 See it write in your browser, at the address that this prints:
-  python3 -m scripts.serve --checkpoint={shlex.quote(str(name))} --quantize=int8
+  python3 -m scripts.serve --checkpoint={shlex.quote(str(run_dir))} --quantize=int8
 
 Then, on a TPU VM (v5litepod-8 or v6e-4), with data and code on it (README.md, "Put it on a TPU"):
   nohup python3 -m scripts.base_train --depth=16 --run=NAME > NAME.log 2>&1 &""")

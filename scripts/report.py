@@ -8,9 +8,10 @@ matplotlib: pip install '.[report]'
 
 After `make demo`, these commands make README.md's picture, report/completion.png:
 
-    python3 -m scripts.generate --checkpoint=demo --device_type=xla --prompt=$'#include <vector>\\n\\nnamespace' \\
+    RUN=~/.cache/nanochat/demo/checkpoints/dummy
+    python3 -m scripts.generate --checkpoint=$RUN --device_type=xla --prompt=$'#include <vector>\\n\\nnamespace' \\
         --echo --max_tokens=100 --temperature=0.6 --seed=1 > completion.txt
-    python3 -m scripts.report demo --completion=completion.txt --out_dir=report
+    python3 -m scripts.report $RUN --completion=completion.txt --out_dir=report
 """
 import importlib.util
 import textwrap
