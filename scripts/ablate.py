@@ -16,13 +16,14 @@ from the reference by more than their seeds do. docs/ablations.md says more.
 """
 import importlib.util
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from nanochat.checkpoint.on_disk import list_checkpoints
-from nanochat.common import BadInput, expand_path, flag, read_flags, read_toml, run_script, to_flags
+from nanochat.common import BadInput, expand_path, flag, read_flags, read_toml, run_script, say, to_flags
 from nanochat.data.hub_files import require_commits
 from nanochat.device.ranks import prepare_xla_environment, resolve_device_type
 from nanochat.record.history import read_run
@@ -76,7 +77,7 @@ def main(argv=None):
         finals[trial.variant] += final_of(trial)
     print_results(finals)
     if failed:
-        print(f"error: {', '.join(failed)} failed; the same command tries again")
+        say(f"error: {', '.join(failed)} failed; the same command tries again", sys.stderr)
     return 1 if failed else 0
 
 

@@ -147,7 +147,7 @@ def test_a_run_that_fails_is_named_and_one_that_is_refused_or_told_to_stop_ends_
     trials = read_trials(table)
     monkeypatch.setattr(ablate, "started_module", start)
     assert ablate.main([str(table)]) == ended_with and len(begun) == started
-    assert ("rates.default.0, rates.fast.0, rates.default.1, rates.fast.1 failed" in capsys.readouterr().out) == (
+    assert ("rates.default.0, rates.fast.0, rates.default.1, rates.fast.1 failed" in capsys.readouterr().err) == (
         status == 1)
 
 
