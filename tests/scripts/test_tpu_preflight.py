@@ -265,6 +265,26 @@ def test_all_ranks_of_a_mesh_run_the_same_programs(train, traced, tiny, teacher)
         assert teacher_bytes == pytest.approx(2 * weights / 4, rel=0.01)
 
 
+TRAVELLING = """
+import json, re, sys
+from jaxlib import xla_client
+from nanochat.preflight.language import trace_run
+from nanochat.train.flags import parse_flags
+program = trace_run(parse_flags(sys.argv[1:]), chips=8)[1]["micro_step"]
+text = xla_client.XlaComputation(program.hlo_proto).as_hlo_text()
+print(json.dumps([re.findall(rf"([a-z0-9]+)\\[[^=]*? {kind}\\(", text) for kind in ("all-to-all", "all-gather")]))
+"""
+
+
+def test_int8_gathers_8_bits_along_fsdp_and_exchanges_what_bfloat16_does(traced, tiny):
+    """Its gradients are fp32. As such, those of 1.88B parameters would travel for longer than their products take."""
+    flags = last_of_each(*[flag for flag in tiny if "tokenizer" not in flag], "--kernel=chunked", "--mesh_fsdp=8")
+    exchanged, gathered = json.loads(traced(TRAVELLING, [*flags, "--products=int8"])[-1])
+    exchanged_before, gathered_before = json.loads(traced(TRAVELLING, flags)[-1])
+    assert exchanged == exchanged_before and set(exchanged) == {"bf16"}
+    assert gathered.count("s8") == gathered_before.count("bf16") - 3  # the three tables travel in bfloat16
+
+
 MOSAIC_VERSIONS = """
 import base64, re
 from functools import partial
