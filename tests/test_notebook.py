@@ -72,30 +72,6 @@ def test_every_command_of_the_notebook_is_accepted_by_its_parser(tmp_path, site)
     assert not [problem for _, module, *arguments in modules if (problem := problem_of_module(module, *arguments))]
 
 
-def test_the_code_is_fetched_or_nothing_is_installed(tmp_path):
-    """git is the real one, pip and uv note that they were called."""
-    for name in ("pip", "uv"):
-        (tmp_path / name).write_text(f"#!/bin/sh\ntouch {tmp_path / 'installs'}\n")
-        (tmp_path / name).chmod(0o755)
-    there = tmp_path / "there"
-    env = {**os.environ, "GIT_CONFIG_GLOBAL": "/dev/null", "GIT_TERMINAL_PROMPT": "0",
-           "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-
-    def fetched(repository):
-        settings = sources()[SETTINGS].replace("https://github.com/OWNER/REPOSITORY", str(repository))
-        script = in_folder(settings + sources()[INSTALL], tmp_path).replace("%%bash", "\n")
-        return subprocess.run(["bash"], input=script, text=True, env=env, capture_output=True, timeout=60)
-
-    done = fetched(there)
-    assert done.returncode and "does not appear to be a git repository" in done.stderr
-    assert not (tmp_path / "installs").exists()
-    subprocess.run(["git", "init", "-q", there], env=env, check=True)
-    subprocess.run(["git", "-c", "user.name=A", "-c", "user.email=a@b", "commit", "-q", "--allow-empty", "-m", "1"],
-                   cwd=there, env=env, check=True)
-    assert fetched(there).returncode == 0
-    assert (tmp_path / "installs").exists()
-
-
 @pytest.mark.slow
 def test_the_notebook_runs_and_a_new_session_goes_on_from_the_newest_checkpoint(tmp_path, byte_tokenizer_dir):
     nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
