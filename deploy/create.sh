@@ -3,8 +3,8 @@
 #
 #   deploy/create.sh NAME --zones=us-west4-a,us-west4-b --type=v5litepod-8
 #
-# The zones are tried in the given order. A zone without capacity is tried again after a pause; a zone without quota is
-# not. A VM that does not become healthy in time is deleted. If a VM of this name exists, nothing is created.
+# The zones are tried in the given order, each once; watch.sh waits for capacity. A VM that does not become healthy in
+# time is deleted. If a VM of this name exists, nothing is created.
 #
 #   --zones A,B                the zones to try, and in which to look for a VM of this name
 #   --type TYPE                v5litepod-1/4/8 (default -8) or v6e-1/4/8; v5litepod-16, v4-32 … are pods (several VMs)
@@ -12,8 +12,6 @@
 #   --max_hours N              the VM's own limit, from its creation on, over reboots: it stops its runs and deletes
 #                              itself before this time is over, whatever is on its disk. It needs this machine no more
 #   --margin_s N               how long before that it begins to stop (default 600, at most half of the time)
-#   --rounds N                 how many times to try all zones (default 3)
-#   --backoff_s N              the pause after a round, doubled each time and varied by half at random (default 60)
 #   --wait_s N                 how long one VM may take to become healthy (default 900)
 #   --project ID               the Google Cloud project (default: gcloud's own)
 #   --ssh_user NAME            who may log in (default: your name here)
@@ -24,8 +22,8 @@
 # 2: also an error that no waiting mends, such as a zone that does not exist.
 me=$0; while [ -L "$me" ]; do l=$(readlink "$me"); case $l in /*) me=$l ;; *) me=$(dirname "$me")/$l ;; esac; done
 . "$(dirname "$me")/lib/common.sh" || exit 2
-ROUNDS=3 BACKOFF_S=60 WAIT_S=900 MAX_HOURS="" MARGIN_S=600
-parse "ROUNDS BACKOFF_S MAX_HOURS MARGIN_S" "$@"
+WAIT_S=900 MAX_HOURS="" MARGIN_S=600
+parse "MAX_HOURS MARGIN_S" "$@"
 NAME=${ARGS[0]:-$NAME}
 [ -n "$NAME" ] || die 2 "the VM has no name: create.sh NAME, or set NAME in deploy/config.env"
 facts "$TYPE"
@@ -117,37 +115,29 @@ try() {
   return 1
 }
 
-zones=$(printf %s "$ZONES" | tr , ' ')
-round=1 refused=""
-while :; do
-  left=""
-  for zone in $zones; do
-    say "+ gcloud compute tpus tpu-vm create $NAME --zone=$zone $(quote "${flags[@]}")"
-    [ -z "$DRY_RUN" ] || continue
-    if try "$zone"; then
-      facts "$TYPE" "$zone"
-      [ -z "$MAX_HOURS" ] || check_limit
-      say "$NAME is ready in $zone: $VM_IPS, ${USD:-unknown} USD an hour until it is deleted"
-      exit 0
-    fi
-    TPU_ERR=$(cat "$TMP/create")
-    case $REASON in
-      quota) say "$zone: no quota: $(complaint)"; continue ;;
-      auth) die 4 "credentials refused (gcloud auth login): $(complaint)" ;;
-      permanent) refused="$zone: $(complaint)"; say "$refused"; continue ;;
-      stockout) say "$zone: no capacity" ;;
-      other | not_found) say "$zone: $(complaint)" ;;
-      *) say "$zone: $REASON" ;;
-    esac
-    left="$left $zone"
-  done
-  [ -z "$DRY_RUN" ] || exit 0
-  zones=$left
-  [ -n "$zones" ] || [ -z "$refused" ] || die 2 "$refused"
-  [ -n "$zones" ] || die 5 "no quota in any of $ZONES for $TYPE: request it in the console, or give other --zones"
-  [ $round -lt "$ROUNDS" ] || die 5 "no VM in$zones after $ROUNDS rounds"
-  pause=$(backoff "$BACKOFF_S" $round)
-  say "round $round of $ROUNDS without success; again in $pause s"
-  sleep "$pause"
-  round=$((round + 1))
+refused="" seen=""
+for zone in $(printf %s "$ZONES" | tr , ' '); do
+  say "+ gcloud compute tpus tpu-vm create $NAME --zone=$zone $(quote "${flags[@]}")"
+  [ -z "$DRY_RUN" ] || continue
+  if try "$zone"; then
+    facts "$TYPE" "$zone"
+    [ -z "$MAX_HOURS" ] || check_limit
+    say "$NAME is ready in $zone: $VM_IPS, ${USD:-unknown} USD an hour until it is deleted"
+    exit 0
+  fi
+  TPU_ERR=$(cat "$TMP/create")
+  case $REASON in
+    auth) die 4 "credentials refused (gcloud auth login): $(complaint)" ;;
+    quota) reason="no quota: $(complaint)" ;;
+    stockout) reason="no capacity" ;;
+    permanent | other | not_found) reason=$(complaint) ;;
+    *) reason=$REASON ;;
+  esac
+  say "$zone: $reason"
+  [ "$REASON" != permanent ] || refused="$zone: $reason"
+  case $REASON in quota | permanent) ;; *) seen=1 ;; esac
 done
+[ -z "$DRY_RUN" ] || exit 0
+[ -z "$refused" ] || [ -n "$seen" ] || die 2 "$refused"
+[ -n "$seen" ] || die 5 "no quota in any of $ZONES for $TYPE: request it in the console, or give other --zones"
+die 5 "no VM in $ZONES"

@@ -5,15 +5,15 @@
 #
 # All files go below NANOCHAT_BASE_DIR of the VM, however the folders of the bucket are nested: val/*.parquet to
 # parquet/val/, other *.parquet to parquet/base_data_v3/, and the files of a folder named tokenizer or tokenizer_65k to
-# tokenizer/, if the code on the VM can load them. Many files are copied at the same time, and an interrupted copy is
-# resumed by the next data.sh. The VM's service account must be allowed to read the bucket.
+# tokenizer/. Many files are copied at the same time, and an interrupted copy is resumed by the next data.sh. The VM's
+# service account must be allowed to read the bucket.
 #
 #   --bucket gs://…            the bucket, or a folder of it
 #   --no_tokenizer             leave the bucket's tokenizer out; training uses the one that push.sh brings
 #   --worker N|all             which VM of a pod (default all)
 #   --dry_run                  only print what would be done
 #
-# Exit status 2: the bucket's tokenizer does not load; 6: another data.sh is running on the VM.
+# Exit status 6: another data.sh is running on the VM.
 me=$0; while [ -L "$me" ]; do l=$(readlink "$me"); case $l in /*) me=$l ;; *) me=$(dirname "$me")/$l ;; esac; done
 . "$(dirname "$me")/lib/common.sh" || exit 2
 NO_TOKENIZER=""
@@ -65,29 +65,9 @@ copy() {
     [ "$(size "$incoming/$path")" = "$bytes" ] || fail "$address: $(size "$incoming/$path") of $bytes bytes arrived"
   done <"$incoming/part"
 }
-if [ -n "$new_tokenizer" ]; then
-  [ -x "$D/venv/bin/python" ] && [ -d ~/nanochat/nanochat ] ||
-    fail "the tokenizer of $bucket cannot be tried without packages and code: setup.sh, push.sh, or --no_tokenizer"
-  rm -rf "$incoming/tokenizer"
-  copy tokenizer
-  from=$(grep -m 1 $'\ttokenizer/' "$incoming/wanted" | cut -f 3)
-  status=0
-  (cd ~/nanochat && "$D/venv/bin/python" -c 'import sys
-from nanochat.common import BadInput
-from nanochat.data.tokenizer import load_tokenizer
-try: load_tokenizer(sys.argv[1])
-except BadInput as error:
-    print(error, file=sys.stderr)
-    sys.exit(2)' "$incoming/tokenizer") 2>"$incoming/messages" || status=$?
-  reason=$(tail -n 1 "$incoming/messages" | sed "s|$incoming/tokenizer|${from%/*}|g")
-  [ $status != 2 ] || fail "$reason. It was not taken: put one there that loads, or leave it out with \
---no_tokenizer; training then uses the tokenizer that push.sh brings" 2
-  [ $status = 0 ] || fail "cannot try the tokenizer of $bucket: $reason"
-  rm -rf "$BASE/tokenizer.before"
-  [ ! -d "$BASE/tokenizer" ] || mv "$BASE/tokenizer" "$BASE/tokenizer.before"
-  mv "$incoming/tokenizer" "$BASE/tokenizer"
-fi
-for folder in parquet/base_data_v3 parquet/val; do copy $folder; done
+[ -z "$new_tokenizer" ] || rm -rf "$incoming/tokenizer" "$BASE/tokenizer.before"
+for folder in tokenizer parquet/base_data_v3 parquet/val; do copy $folder; done
+[ -z "$new_tokenizer" ] || [ ! -d "$BASE/tokenizer" ] || mv "$BASE/tokenizer" "$BASE/tokenizer.before"
 cut -f 2 "$incoming/wanted" | while read -r path; do
   [ ! -f "$incoming/$path" ] || { mkdir -p "$BASE/${path%/*}"; mv "$incoming/$path" "$BASE/$path"; }
 done

@@ -3,12 +3,10 @@
 #
 #   deploy/list.sh
 #
-# If gcloud refuses to list all zones at once, those of --zones are listed, and a line says that no others were.
-#
 #   --usd_per_hour N           the price of a VM, if the built-in table is wrong; in config.env: of one of type TYPE
 #   --project ID               the Google Cloud project (default: gcloud's own)
 #
-# Exit status 4: not every zone was looked at; 2: gcloud refused for a reason that no waiting mends.
+# Exit status 4: gcloud gave no answer; 2: gcloud refused for a reason that no waiting mends.
 me=$0; while [ -L "$me" ]; do l=$(readlink "$me"); case $l in /*) me=$l ;; *) me=$(dirname "$me")/$l ;; esac; done
 . "$(dirname "$me")/lib/common.sh" || exit 2
 parse "" "$@"
@@ -17,34 +15,11 @@ format='value[separator="|"](name.basename(),name.segment(-3),state,health,accel
 format+='networkEndpoints[].accessConfig.externalIp.list(),networkEndpoints[].ipAddress.list())'
 line_form="^[a-z0-9-]+[|][a-z0-9-]+[|](UNKNOWN|$STATES)[|][A-Z_]*[|][a-z0-9]+-[0-9]+[|](True|False)?[|]"
 line_form+="${IPS_FORM}[|]$IPS_FORM$"
-# listed ZONE sets TPU_OUT to the VMs there. It returns 1 if gcloud refuses, or if one line of its answer is no VM.
-listed() {
-  local line
-  tpu "$1" list --format="$format" || return 1
-  while IFS= read -r line; do
-    [ -z "$line" ] || [[ $line =~ $line_form ]] || { TPU_ERR="ERROR: $(unreadable)"; return 1; }
-  done <<<"$TPU_OUT"
-}
-status=0 total=0 unknown=""
-if listed -; then found=$TPU_OUT; else
-  found=""
-  reason=$(why)
-  say "not all zones were looked at: $(complaint)"
-  status=4
-  if [ "$reason" = permanent ]; then
-    status=2
-    for zone in $(printf %s "$ZONES" | tr , ' '); do
-      if listed "$zone"; then
-        found+=$TPU_OUT$'\n'
-        say "$zone was looked at"
-        status=4
-      else
-        say "$zone was not looked at: $(complaint)"
-      fi
-    done
-  fi
-  [ -n "$found" ] || exit $status
-fi
+tpu - list --format="$format" || { status=4; [ "$(why)" != permanent ] || status=2; die $status "$(complaint)"; }
+while IFS= read -r line; do
+  [ -z "$line" ] || [[ $line =~ $line_form ]] || die 4 "$(unreadable)"
+done <<<"$TPU_OUT"
+total=0 unknown="" found=$TPU_OUT
 while IFS='|' read -r name zone state health type spot external internal; do
   facts_of_vm "$type" "$spot" "$zone"
   case $external in "" | *None*) external=$internal ;; esac
@@ -65,4 +40,3 @@ for file in "$MEMORY"/*/*/*; do  # what gcloud does not show: a VM of another pr
   unknown=", and the VMs whose price is not known"
 done
 echo "together: $total USD an hour$unknown"
-exit $status

@@ -12,7 +12,7 @@
 #   --margin_s N               how long before that it begins to stop (default 600, at most half of the time)
 #   --min_free_gb N            refuse to start with less free disk than this (default 20)
 #   --wait_s N                 return after this time (default 600); the run continues
-#   --dry_run                  only check the flags after -- and say what would be done; --verbose shows the scripts
+#   --dry_run                  only check the flags after -- and say what would be done
 #
 # Exit status 6: another run is running. If the run ends at once, its own exit status is returned.
 me=$0; while [ -L "$me" ]; do l=$(readlink "$me"); case $l in /*) me=$l ;; *) me=$(dirname "$me")/$l ;; esac; done

@@ -10,7 +10,6 @@ import re
 import shlex
 import signal
 import sys
-import time
 import traceback
 from contextlib import suppress
 from functools import partial
@@ -31,7 +30,8 @@ def main():
     role, flags = sys.argv[1], sys.argv[sys.argv.index("--") + 1:]
     settings = read_settings(flags)
     check(settings)
-    prices = hourly_prices(settings, partial(print, file=sys.stderr if role == "dry_run" else sys.stdout, flush=True))
+    prices = hourly_prices(settings.type, settings.zones, settings.spot, settings.usd_per_hour,
+                           partial(print, file=sys.stderr if role == "dry_run" else sys.stdout, flush=True))
     if prices is None and settings.max_usd is not None:
         raise BadInput(f"the price of {settings.type} is not known: give --usd_per_hour")
     if role == "dry_run":
@@ -52,13 +52,9 @@ def on_signal(*_):
 
 
 def make_private(folder):
-    """Makes the state folder, or closes one of an earlier watch.sh for other users."""
+    """Makes the state folder, which only its owner may read."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        files = [path for path in folder.iterdir() if path.is_file() and not path.is_symlink()]
-        if not files or (folder / "lock").exists():
-            for path in (folder, *files):
-                path.chmod(0o700 if path == folder else 0o600)
         open_private(folder / "lock", "a").close()
     except OSError as error:
         raise BadInput(f"--state={folder} cannot be written: {error.strerror}") from None
@@ -88,7 +84,7 @@ def explain(settings, by_zone):
     say = partial(print, file=sys.stderr)
     kind = "a spot VM, which may be preempted" if settings.spot else "on demand"
     zones = [f"{zone} ({by_zone[zone]:.2f} USD an hour)" if zone in by_zone else zone for zone in settings.zones]
-    say(f"+ create, setup, push, data, train{'' if settings.has_bucket else ' (no --bucket, so no data)'}: "
+    say(f"+ create, setup, push, data, train{'' if settings.bucket else ' (no --bucket, so no data)'}: "
         f"{settings.name}, {settings.type}, {kind}, in {' or '.join(zones)}")
     hours = lasts_s(settings, by_zone) / 3600
     say(f"the budget buys {hours:.2f} hours at most, of which the last {settings.margin_s / 3600:.2f} are reserved to "
@@ -130,14 +126,8 @@ def take(lock, settings):
 
 def watch(settings, prices):
     """Runs the loop and returns the exit status. `prices` is {zone: USD per hour}, empty if they are not known."""
-    if any((settings.state / name).exists() for name in ("spent", "known.json", "ended")):
-        raise BadInput(f"{settings.state} is of an earlier version of watch.sh: end that watch, or delete.sh "
-                       f"{settings.name}, and remove this folder")
     path, journal = settings.state / "state.json", Journal(settings.state, settings.name, settings.webhook)
     state = State.load(path, steady_time())
-    if state.ended and state.flags == list(settings.flags) and not settings.again:
-        print(f"the run {settings.run} {state.ended}: --again starts it again", flush=True)
-        return state.status
     if warning := reserve_warning(settings, prices):
         if not state.vm.exists and not state.creating:
             raise BadInput(warning)
@@ -147,15 +137,11 @@ def watch(settings, prices):
     if state.is_lost:
         journal.note(f"{path} could not be read, so nobody knows what was spent: the budget is over. Remove this file "
                      "to begin another")
-    state.flags, state.ended = list(settings.flags), ""
     loop = Loop(settings, state, journal, prices, None)
     loop.call = Calls(settings, loop.wait, loop.record)
     journal.note(f"watching {settings.name}: {settings.type} in {','.join(settings.zones)}, {loop.usd_text()}, at most "
                  f"{budget_text(settings)}; spent so far: {state.spent}")
     status = run(loop)
-    if status in (0, 1):
-        at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        state.ended, state.status = f"{'was given up' if status else 'finished'} at {at}", status
     if status == 0:
         state.spent_usd = state.elapsed_s = 0  # the next run has a budget of its own
     loop.save()

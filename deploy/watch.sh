@@ -16,22 +16,20 @@
 #   --poll_s N                 seconds between two checks of the VM (default 60)
 #   --patience N               after how many failed checks in a row the VM is created again (default 5)
 #   --stall_s N                a run without a new log line for this long is started again (default 1800)
-#   --again                    also start a run that has finished or was given up; other flags after -- are another run
-#   --keep_vm                  do not delete the VM at the end; it still costs money
 #   --to DIR                   where fetch.sh puts the run (default: checkpoints/ beside deploy/)
 #   --state DIR                journal and spending, which outlive a restart (default ~/.local/state/nanochat/NAME)
 #   --dry_run                  only check the flags after --, and say what would be done and what it costs
 #   WEBHOOK=URL in config.env  an address that gets every line of the journal as {"text": …}
 #
 # Exit status 0: finished; 1: given up; 2: wrong use; 6: watched already; 7: budget spent; 70: watch.sh itself failed;
-# 143: told to stop. A VM may remain, and cost money, after 2, 6, 70 and 143, and with --keep_vm except after 7.
+# 143: told to stop. A VM may remain, and cost money, after 2, 6, 70 and 143.
 me=$0; while [ -L "$me" ]; do l=$(readlink "$me"); case $l in /*) me=$l ;; *) me=$(dirname "$me")/$l ;; esac; done
 . "$(dirname "$me")/lib/common.sh" || exit 2
 # shellcheck disable=SC2034  # exported by name, below
 MAX_USD="" MAX_HOURS="" MARGIN_S=600 POLL_S=60 PATIENCE=5 STALL_S=1800
 # shellcheck disable=SC2034
-KEEP_VM="" AGAIN="" STATE="" WEBHOOK="" TO=$ROOT/checkpoints
-parse "MAX_USD MAX_HOURS MARGIN_S PATIENCE STALL_S KEEP_VM AGAIN STATE TO" "$@"
+STATE="" WEBHOOK="" TO=$ROOT/checkpoints
+parse "MAX_USD MAX_HOURS MARGIN_S PATIENCE STALL_S STATE TO" "$@"
 NAME=${ARGS[0]:-$NAME}
 [ -n "$NAME" ] || die 2 "the VM has no name: watch.sh NAME … -- FLAGS"
 check_name "$NAME"

@@ -308,11 +308,6 @@ def test_the_runs_that_the_documents_start_can_be_planned():
     assert not problems, "\n".join(problems)
 
 
-def test_the_command_for_systemd_is_accepted():
-    (line,) = re.findall(r"^ExecStart=%h/nanochat/(.*)$", (ROOT / "deploy/watch.service").read_text(), re.MULTILINE)
-    assert problem_of_command(shlex.split(line)) is None
-
-
 def test_every_group_of_packages_that_is_named_is_there():
     known = set(re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text().partition(
         "[project.optional-dependencies]")[2].partition("\n[")[0], re.MULTILINE))

@@ -49,7 +49,7 @@ class Calls:
         try:
             output = _memory_file()
             process = subprocess.Popen(
-                [path, self.settings.name, *self.settings.verb_flags, *flags], stdin=subprocess.DEVNULL,
+                [path, self.settings.name, *self.settings.passed_on, *flags], stdin=subprocess.DEVNULL,
                 stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
         except OSError as error:
             return Result(NOT_STARTED, f"{path.name} could not be started: {error}")

@@ -26,17 +26,13 @@ export COPYFILE_DISABLE=1  # so that tar on macOS adds no ._ files
 # Settings have these defaults, which config.env overrides, which flags override. settings.py has their forms.
 PROJECT="" ACCOUNT="" ZONES="" NAME="" TYPE=v5litepod-8 BUCKET="" SSH_USER="" SSH_KEY=$HOME/.ssh/google_compute_engine
 WANDB_PROJECT="" WANDB_KEY_FILE="" ON_DEMAND="" USD_PER_HOUR="" WORKER=all WAIT_S=600 POLL_S=10 SSH_TIMEOUT_S=20
-DRY_RUN="" VERBOSE="" INTERNAL_IPS="" GIVEN=" "
+DRY_RUN="" INTERNAL_IPS="" GIVEN=" "
 
 awk() { LC_ALL=C command awk "$@"; }  # numbers have a decimal point in every locale
 say() { printf '%s\n' "$*" >&2; }
 die() { local code=$1; shift; say "error: $*"; exit "$code"; }
 need_room() { [ -n "$TMP" ] || die 1 "no room for small files in \$TMPDIR, /dev/shm, /var/tmp or $HOME: free some"; }
 quote() { local a; for a in "$@"; do printf "'%s' " "$(printf %s "$a" | sed "s/'/'\\\\''/g")"; done; }
-# backoff SECONDS ROUND prints the pause after that round. It doubles every round and is varied by half at random, so
-# that several waiting scripts do not ask at the same time.
-backoff() { echo $(($1 * (1 << ($2 - 1)) * (50 + RANDOM % 100) / 100)); }
-
 # limited SECONDS COMMAND runs it, and ends it and its children after SECONDS, with status 124.
 limited() (
   deadline=$((SECONDS + $1))
@@ -82,13 +78,13 @@ check_flags() {
   esac
 }
 
-# explain_run says what train.sh would do. It exits unless --verbose asks for the scripts.
+# explain_run says what train.sh would do, and exits.
 explain_run() {
   [ -n "$AGAIN" ] || check_flags "$VM_TYPE"
   say "+ ssh ${TARGETS[*]}: check code, packages, chips, disk, data and tokenizer, and start in the background:" \
     "$([ -n "$AGAIN" ] && echo "its last command" || echo "base_train $(quote ${FLAGS[@]+"${FLAGS[@]}"})")"
   [ -z "$MAX_HOURS" ] || say "the VM ends the run after $MAX_HOURS hours${VM_ZONE:+ and deletes itself}"
-  [ -n "$VERBOSE" ] || { say "--verbose shows the scripts that run on the VM"; exit 0; }
+  exit 0
 }
 
 # PYTHON is the Python that reads settings, and whatever a VM says.

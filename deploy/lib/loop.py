@@ -1,7 +1,6 @@
 """The loop of watch.sh: it looks at the VM, asks rules.py what to do, and does it. Whatever it does or waits for, it
 counts the money, and ends at the budget."""
 import math
-import random
 import re
 import time
 import traceback
@@ -235,7 +234,7 @@ class Loop:
             self.state.creating = False
             return False
         self.note(f"creating {self.settings.name}: {self.settings.type} in {', '.join(self.settings.zones)}")
-        result = self.call("create", (CREATE_S + LOOK_S) * len(self.settings.zones), "--rounds=1", *self.limit_flags())
+        result = self.call("create", (CREATE_S + LOOK_S) * len(self.settings.zones), *self.limit_flags())
         if re.search(rf"^{self.settings.name} in \S+: READY", result.output, re.MULTILINE):
             self.count()
             self.state.charge()  # also for a VM that did not become healthy, and is deleted by now
@@ -257,7 +256,7 @@ class Loop:
             self.end(1, f"giving up: {result.last_line}")
         elif result.status == 5:
             tries.misses = min(5, tries.misses + 1)
-            tries.hold = int(2 ** (tries.misses - 1) * random.uniform(0.5, 1.5))
+            tries.hold = 2 ** (tries.misses - 1)
             self.note(f"no VM: {result.last_line}; again after {tries.hold} polls")
         else:
             tries.settling = 0 if result.status == 6 else 3
@@ -346,7 +345,7 @@ class Loop:
 
     def prepare(self):
         """Sets the VM up and starts the run; every part is safe to run twice."""
-        for verb in ["setup", "push"] + ["data"] * self.settings.has_bucket:
+        for verb in ["setup", "push"] + ["data"] * bool(self.settings.bucket):
             result = self.call(verb, LIMIT_S[verb])
             if result.status:
                 self.failed(result, f"{verb} failed", "a setting is wrong")
@@ -474,8 +473,6 @@ class Loop:
         self.delete_and_end(1)
 
     def delete_and_end(self, status):
-        if self.settings.keep_vm:
-            self.keep(status)
         self.delete_until_absent()
         raise End(status)
 

@@ -11,8 +11,8 @@ import os
 import re
 import shlex
 import sys
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 NUMBER = r"[0-9]{1,9}(\.[0-9]{1,9})?", "a number of 0 or more with at most 9 digits"
 WHOLE = r"[0-9]{1,9}", "a whole number with at most 9 digits"
@@ -37,20 +37,18 @@ COMMON = {  # of all scripts
     "POLL_S": NUMBER,
     "SSH_TIMEOUT_S": WHOLE,
     "DRY_RUN": YES_NO,
-    "VERBOSE": YES_NO,
     "INTERNAL_IPS": YES_NO,
 }
 OWN = {  # of one script or of some
-    "AGAIN": YES_NO, "ALL": YES_NO, "KEEP_VM": YES_NO, "KILL": YES_NO, "NO_CHECKPOINTS": YES_NO,
-    "NO_TOKENIZER": YES_NO, "YES": YES_NO,
-    "BACKOFF_S": WHOLE, "MARGIN_S": WHOLE, "MIN_FREE_GB": WHOLE, "PATIENCE": WHOLE, "ROUNDS": WHOLE,
-    "STALL_S": WHOLE, "TAIL": WHOLE, "MAX_HOURS": NUMBER, "MAX_USD": NUMBER,
+    "AGAIN": YES_NO, "ALL": YES_NO, "KILL": YES_NO, "NO_CHECKPOINTS": YES_NO, "NO_TOKENIZER": YES_NO, "YES": YES_NO,
+    "MARGIN_S": WHOLE, "MIN_FREE_GB": WHOLE, "PATIENCE": WHOLE, "STALL_S": WHOLE, "TAIL": WHOLE,
+    "MAX_HOURS": NUMBER, "MAX_USD": NUMBER,
     "STATE": PATH, "TO": PATH,
     "VM_ID": (r"[A-Za-z0-9_-]+", "a VM's id"), "VM_IPS": WORD, "WHAT": WORD,
 }
 CONFIG_ONLY = {"WEBHOOK": URL}  # it may be secret
 FORMS = {**COMMON, **OWN, **CONFIG_ONLY}
-NOT_PASSED_ON = ("NAME", "WORKER", "WAIT_S", "POLL_S", "DRY_RUN", "VERBOSE")  # settings that each script has for itself
+NOT_PASSED_ON = ("NAME", "WORKER", "WAIT_S", "POLL_S", "DRY_RUN")  # settings that each script has for itself
 
 
 class Refused(Exception):
@@ -82,8 +80,8 @@ def read_value(name, text, given):
 
 
 def read_config(path):
-    """Returns {name: value} of a config.env. Each line has NAME=VALUE, or several; VALUE may be quoted, and $NAME in it
-    is a setting above it or a variable of the environment."""
+    """Returns {name: value} of a config.env. Each line has NAME=VALUE, or several, quoted as for a shell; $NAME in it
+    is a variable of the environment."""
     try:
         text = Path(path).read_bytes().decode("utf-8-sig")  # an editor of Windows may begin the file with a mark
     except FileNotFoundError:
@@ -93,56 +91,23 @@ def read_config(path):
     values = {}
     for number, line in enumerate(text.splitlines(), 1):
         where = f"{path}, line {number}"
-        for name, value in read_line(line.strip().removeprefix("export "), values, where):
+        line = re.split(r"(?:^|\s)#", line)[0].strip().removeprefix("export ")  # a # within a word begins no comment
+        try:
+            words = shlex.split(line)
+        except ValueError:
+            raise Refused(f"{where}: {line[:60]} lacks a quotation mark") from None
+        for word in words:
+            name, is_assignment, value = word.partition("=")
+            if not is_assignment:
+                raise Refused(f"{where}: {line[:60]} is not NAME=VALUE; a value with a blank needs quotation marks")
             if name not in FORMS:
                 raise Refused(f"{where}: {name} is no setting{near(name.upper(), FORMS)}")
+            value = os.path.expandvars(value)
+            if re.search(r"[$`]", value):
+                raise Refused(f"{where}: {name}={value} is a command or has an unknown name, and this file is not run: "
+                              "write its value")
             values[name] = read_value(name, value, f"{where}: {name}={value}")
     return values
-
-
-def read_line(line, values, where):
-    """Yields (name, text) for each NAME=TEXT of a line of config.env."""
-    name, text, position, is_apart = None, "", 0, True
-    pieces = re.compile(r"""(?P<single>'[^']*')|(?P<double>"[^"]*")|(?P<plain>[^'"\s]+)|(?P<blank>\s+)""")
-    while position < len(line):
-        assignment = re.compile(r"([A-Za-z_]\w*)\s*=\s*").match(line, position) if is_apart else None
-        if assignment:
-            if name:
-                yield name, text.rstrip()
-            name, text, position, is_apart = assignment[1], "", assignment.end(), True
-            continue
-        if is_apart and line[position] == "#":
-            break
-        piece = pieces.match(line, position)
-        if name is None or piece is None:
-            raise Refused(f"{where}: {line[position:][:60]} is not NAME=VALUE, or a quotation mark is missing")
-        if is_apart and text and FORMS.get(name) is not ZONES:
-            raise Refused(f"{where}: the value of {name} has a blank: put it in quotation marks")
-        content = piece[0]
-        if piece.lastgroup in ("single", "double"):
-            content = content[1:-1]
-        if piece.lastgroup in ("double", "plain"):
-            content = expand(content, values, where)
-        is_apart = piece.lastgroup == "blank"
-        if not is_apart or text:
-            text += content
-        position = piece.end()
-    if name:
-        yield name, text.rstrip()
-
-
-def expand(text, values, where):
-    """Replaces $NAME and ${NAME}."""
-    if "`" in text or "$(" in text:
-        raise Refused(f"{where}: {text} is a command, and this file is not run: write its result")
-
-    def value(match):
-        name = match[1] or match[2]
-        if name not in values and name not in os.environ:
-            raise Refused(f"{where}: ${name} is not defined: write its value, or put it in ' '")
-        return values.get(name, os.environ.get(name))
-
-    return re.sub(r"\$(?:(\w+)|\{(\w+)\})", value, text)
 
 
 def read_flags(words, own):
@@ -192,27 +157,9 @@ def main():
 # watch.sh
 
 
-@dataclass(frozen=True)
-class Settings:
-    name: str
-    type: str
-    zones: tuple
-    spot: bool
-    flags: tuple  # the run's
-    verb_flags: tuple  # what every other script gets
-    has_bucket: bool
-    max_usd: float | None
-    max_hours: float | None
-    usd_per_hour: float | None
-    margin_s: float
-    poll_s: float
-    patience: int
-    stall_s: int
-    keep_vm: bool
-    again: bool  # also if this run has finished or was given up
-    state: Path
-    to: Path
-    webhook: str
+class Settings(SimpleNamespace):
+    """Every setting, in small letters, as a text, a number, a bool or a Path; `zones`, a tuple; `spot`; `flags` of the
+    run; and `passed_on`, the flags that every other script gets."""
 
     @property
     def run(self):
@@ -236,14 +183,11 @@ class Settings:
 
 def read_settings(flags):
     """Returns the Settings that watch.sh has put into the environment. `flags` are those of the run."""
-    values = {name: os.environ.get(f"WATCH_{name}", "") for name in FORMS}
-    read = {YES_NO: bool, NUMBER: lambda text: float(text) if text else None, WHOLE: int, PATH: Path}
-    own = {name.lower(): read.get(FORMS[name], str)(values[name]) for name in FORMS
-           if name.lower() in Settings.__dataclass_fields__}
-    verb_flags = [f"--{name.lower()}={values[name]}" for name in COMMON if values[name] and name not in NOT_PASSED_ON]
-    return Settings(**own | {"zones": tuple(values["ZONES"].split(",")), "spot": not values["ON_DEMAND"],
-                             "flags": tuple(flags), "verb_flags": tuple(verb_flags),
-                             "has_bucket": bool(values["BUCKET"])})
+    texts = {name: os.environ.get(f"WATCH_{name}", "") for name in FORMS}
+    read = {YES_NO: bool, NUMBER: float, WHOLE: int, PATH: Path, ZONES: lambda text: tuple(text.split(","))}
+    values = {name.lower(): read.get(FORMS[name], str)(text) if text else None for name, text in texts.items()}
+    passed_on = [f"--{name.lower()}={texts[name]}" for name in COMMON if texts[name] and name not in NOT_PASSED_ON]
+    return Settings(**values, spot=not values["on_demand"], flags=tuple(flags), passed_on=passed_on)
 
 
 if __name__ == "__main__":

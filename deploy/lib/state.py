@@ -132,8 +132,8 @@ class Tries:
     pending: int = 0  # checks in a row at which the VM was neither ready nor gone
     crashes: int = 0  # ends of the run at the same step
     furthest: int = -1  # the furthest step at which it ended
-    misses: int = 0  # rounds without capacity
-    hold: int = 0  # checks until the next round
+    misses: int = 0  # creations in a row without capacity
+    hold: int = 0  # checks until the next creation
     refusals: int = 0  # times in a row that gcloud could not say for a reason that no waiting mends
     settling: int = 0  # how many more times gcloud must say that there is no VM before another is created
 
@@ -141,9 +141,6 @@ class Tries:
 @dataclass
 class State:
     """All that one start of watch.sh leaves to the next."""
-    flags: list = field(default_factory=list)  # the run's
-    ended: str = ""  # how and when its watch has ended for good, or "": a boot, for example, must not start it again
-    status: int = 0  # of watch.sh, then
     creating: bool = False  # a creation has begun, and it is not known whether it made a VM
     vm: Vm = field(default_factory=Vm)
     tries: Tries = field(default_factory=Tries)
@@ -226,6 +223,6 @@ def _read(cls, values):
 
 def _is_usable(value, default):
     """Returns whether a value that was read may take the place of this default: of its type, and a number in bounds."""
-    if isinstance(default, str | bool | list):
+    if isinstance(default, str | bool):
         return type(value) is type(default)
     return type(value) in (int, float) and 0 <= value < LARGEST

@@ -10,6 +10,11 @@ RUNNING = {"state": "running", "run": "d16", "steps": "00100/00500", "log_age_s"
            "mirrored": "step_000100", "mirror_behind_s": "0", "checkpoint_bytes": "1000"}
 
 
+def replace(settings, **changes):
+    """Returns Settings with these changes."""
+    return Settings(**{**vars(settings), **changes})
+
+
 class World:
     """Answers the calls of a Loop. A test changes `vm`, `run` and `fails`; `done` are the calls."""
 
@@ -19,10 +24,9 @@ class World:
         self.price = 2.0  # an hour
         self.in_bucket = ""  # what the mirror's bucket has
         self.settings = Settings(
-            name="nano", type="v6e-4", zones=("us-west4-a",), spot=True, flags=("--run=d16",), verb_flags=(),
-            has_bucket=False, max_usd=None, max_hours=100, usd_per_hour=2, margin_s=600, poll_s=60, patience=3,
-            stall_s=1800, keep_vm=False, again=False, state=folder / "state", to=folder / "results",
-            webhook="")
+            name="nano", type="v6e-4", zones=("us-west4-a",), spot=True, flags=("--run=d16",), passed_on=(), bucket="",
+            max_usd=None, max_hours=100, usd_per_hour=2, margin_s=600, poll_s=60, patience=3, stall_s=1800,
+            state=folder / "state", to=folder / "results", webhook="")
         self.settings.state.mkdir()
         self.journal = Journal(self.settings.state, "nano")
         known = Vm(state="READY", id="1", zone="us-west4-a", ips="192.0.2.1", run="d16", has_limit=True)

@@ -143,7 +143,7 @@ def test_fields_out_of_bounds_are_as_missing_ones():
 def test_a_state_that_cannot_be_used_is_as_one_that_is_missing(tmp_path, value):
     path = tmp_path / "state.json"
     vm = {"state": "READY", "checkpoint_bytes": value, "run": 5}
-    path.write_text(json.dumps({"vm": vm, "spent_usd": value, "counted_at": value, "flags": 7, "tries": value}))
+    path.write_text(json.dumps({"vm": vm, "spent_usd": value, "counted_at": value, "script": 7, "tries": value}))
     state = State.load(path, 9)
     assert state == State(vm=Vm(state="READY"), counted_at=9) and state.vm.transfer_s() == 0
     for text in ("[" * 100_000, "[1]", '{"vm": 5, "spent_usd": 1e999}', "\xff", ""):
@@ -166,12 +166,8 @@ def test_watch_fetches_the_run_that_it_started_and_not_the_one_that_the_vm_names
 
 def test_the_state_folder_is_closed_for_others(tmp_path):
     folder = tmp_path / "state"
-    folder.mkdir(mode=0o755)
-    for name in ("lock", "journal"):
-        (folder / name).write_text("")
     make_private(folder)
-    world_journal = Journal(folder, "nano")
-    world_journal.note("text")
+    Journal(folder, "nano").note("text")
     State().save(folder / "state.json")
     assert folder.stat().st_mode & 0o777 == 0o700
     assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o600} and len(list(folder.iterdir())) == 3

@@ -8,7 +8,7 @@ from tests.deploy.conftest import eventually
 from tests.deploy.test_watch import World
 
 HOURS = 0.012  # 43 s, of which the last half is the reserve
-FLAGS = ["--zones=us-a", "--poll_s=0.2", "--backoff_s=0", f"--max_hours={HOURS}"]
+FLAGS = ["--zones=us-a", "--poll_s=0.2", f"--max_hours={HOURS}"]
 SOON = [*FLAGS, "--max_hours=0.005"]  # where no run has to start before that
 
 

@@ -69,16 +69,6 @@ def test_setting_the_clock_spends_nothing(monkeypatch):
     assert state.spent_usd < 0.1
 
 
-@pytest.mark.parametrize("status, word", [(0, "finished"), (1, "given up")])
-def test_a_run_that_has_ended_for_good_is_not_started_again_at_the_next_boot(laptop, status, word):
-    state = laptop.root / "state"
-    state.mkdir()
-    State(["--run=a", "--depth=4"], word, status).save(state / "state.json")
-    output = laptop.run("watch.sh", "nano", "--project=p", "--zones=us-a", "--max_usd=1", f"--state={state}", "--",
-                        "--run=a", "--depth=4", status=status)
-    assert word in output and "--again" in output and "watching" not in output
-
-
 @pytest.mark.parametrize("home", ["a home with spaces", "h" * 100])
 def test_a_home_of_any_name_serves(laptop, vm, home):
     folder = laptop.root / home

@@ -6,7 +6,7 @@ import pytest
 from tests.deploy.conftest import ROOT, eventually
 
 ZONES = "--zones=us-a,us-b"
-QUICK = ["--poll_s=0.1", "--backoff_s=0"]
+QUICK = ["--poll_s=0.1"]
 
 
 @pytest.mark.slow
@@ -15,7 +15,7 @@ def test_create_makes_a_spot_vm_once_and_an_ssh_key_if_there_is_none(laptop, clo
     subprocess.run(["rm", key, key.with_suffix("")], check=True)
     output = laptop.run("create.sh", "nano", ZONES, "--type=v6e-4", *QUICK)
     node = cloud.node("nano", "us-a")
-    assert "9.08 USD an hour (the price in us-a us-b is not known" in output and "is ready in us-a" in output
+    assert "9.08 USD an hour (the price in us-a is not known" in output and "is ready in us-a" in output
     assert node["acceleratorType"] == "v6e-4" and node["runtimeVersion"] == "v2-alpha-tpuv6e"
     assert node["schedulingConfig"]["spot"] is True
     assert key.read_text().strip() in node["metadata"]["ssh-keys"]
@@ -23,17 +23,16 @@ def test_create_makes_a_spot_vm_once_and_an_ssh_key_if_there_is_none(laptop, clo
     assert len(cloud.nodes) == 1
 
 
-def test_create_tries_the_next_zone_after_a_stockout_and_drops_zones_without_quota(laptop, cloud):
+def test_create_tries_the_next_zone_after_a_stockout_or_without_quota(laptop, cloud):
     cloud.faults = {"us-a": ["quota"], "us-b": ["stockout"]}
-    output = laptop.run("create.sh", "nano", ZONES, *QUICK)
-    assert "us-a: no quota" in output and "us-b: no capacity" in output and "is ready in us-b" in output
-    assert sum("POST" in request and "us-a" in request for request in cloud.requests) == 1
+    output = laptop.run("create.sh", "nano", f"{ZONES},us-c", *QUICK)
+    assert "us-a: no quota" in output and "us-b: no capacity" in output and "is ready in us-c" in output
 
 
 @pytest.mark.slow
 def test_create_gives_up_with_status_5(laptop, cloud):
-    cloud.faults = {"us-a": ["stockout"] * 9, "us-b": ["quota"]}
-    assert "after 2 rounds" in laptop.run("create.sh", "nano", ZONES, *QUICK, "--rounds=2", status=5)
+    cloud.faults = {"us-a": ["stockout"], "us-b": ["quota"]}
+    assert "no VM in us-a,us-b" in laptop.run("create.sh", "nano", ZONES, *QUICK, status=5)
     cloud.faults = {"us-a": ["quota"]}
     assert "no quota in any" in laptop.run("create.sh", "nano", "--zones=us-a", *QUICK, status=5)
     assert not cloud.nodes
@@ -56,14 +55,6 @@ def test_create_tries_no_other_zone_while_one_may_hold_a_vm(laptop, cloud, insta
     output = laptop.run("create.sh", "nano", ZONES, *QUICK, "--wait_s=2", status=1)
     assert "nano may still exist in us-a, and cost" in output
     assert not cloud.node("nano", "us-b")
-
-
-def test_pauses_grow_and_differ():
-    for round_ in (1, 2, 3):
-        script = f". deploy/lib/common.sh; for _ in $(seq 100); do backoff 60 {round_}; done"
-        pauses = [int(line) for line in subprocess.check_output(["bash", "-c", script], cwd=ROOT).split()]
-        middle = 60 * 2 ** (round_ - 1)
-        assert min(pauses) >= middle / 2 and max(pauses) <= middle * 1.5 and len(set(pauses)) > 10
 
 
 def test_expired_credentials_never_mean_an_absent_vm(laptop, cloud):

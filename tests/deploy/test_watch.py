@@ -9,11 +9,9 @@ import threading
 import pytest
 
 from deploy import watch
-from deploy.lib.loop import End
 from deploy.lib.state import State
-from nanochat.common import BadInput
 from tests.deploy.cloud import Cloud
-from tests.deploy.conftest import ROOT, eventually
+from tests.deploy.conftest import eventually
 
 
 class World:
@@ -23,7 +21,7 @@ class World:
         self.laptop, self.booted = laptop, {}
         self.cloud = Cloud(self.boot, lambda node: [vm.kill() for key, vm in self.booted.items() if key[0] == node])
         laptop.env.update(self.cloud.env(laptop.home / "gcloud"))
-        (laptop.home / "config.env").write_text("POLL_S=0.2 MIN_FREE_GB=0 ZONES=us-a BACKOFF_S=1\n")
+        (laptop.home / "config.env").write_text("POLL_S=0.2 MIN_FREE_GB=0 ZONES=us-a\n")
         self.mirror = laptop.root / "mirror"
         self.state = laptop.home / "state"
         self.vm_options = {"env": self.cloud.vm_env()}
@@ -163,7 +161,7 @@ def test_another_run_on_the_vm_is_neither_stopped_nor_mistaken_for_ours(world):
 @pytest.mark.slow
 def test_the_watch_ends_the_budget_of_a_vm_that_may_not_delete_itself_and_says_so(world):
     world.cloud.permissions = []
-    watch = world.watch("--keep_vm", margin_s=75, max_usd=2, usd_per_hour=60, run=("--num_iterations=10000",))
+    watch = world.watch(margin_s=75, max_usd=2, usd_per_hour=60, run=("--num_iterations=10000",))
     output = world.end(watch, 7)
     assert "warning: nano may not delete itself" in output and "VM deleted" in output and not world.cloud.nodes
     assert 0.2 < world.known().spent_usd < 2 and not world.known().vm.exists
@@ -173,10 +171,10 @@ def test_the_watch_ends_the_budget_of_a_vm_that_may_not_delete_itself_and_says_s
 @pytest.mark.slow
 def test_it_waits_for_capacity_and_a_second_watcher_is_refused(world):
     world.cloud.faults["us-a"] = ["stockout", "stockout"]
-    watch = world.watch("--keep_vm", run=("--num_iterations=9",))
+    watch = world.watch(run=("--num_iterations=9",))
     world.wait("no VM: error: no VM in us-a")
     assert "is watched by process" in world.end(world.watch(), 6)
-    assert "nano is kept and costs 6.24 USD an hour" in world.end(watch, 0) and world.cloud.node("nano")
+    world.end(watch, 0)
 
 
 @pytest.mark.slow
@@ -249,28 +247,8 @@ def settings(tmp_path, monkeypatch):
     return watch.read_settings(["--run=d16"])
 
 
-@pytest.mark.parametrize("status, word", [(0, "finished"), (1, "was given up")])
-def test_a_watch_that_has_ended_for_good_is_not_begun_again(settings, monkeypatch, capsys, status, word):
-    def poll(loop):
-        monkeypatch.undo()
-        raise End(status)
-
-    monkeypatch.setattr(watch.Loop, "poll", poll)
-    assert watch.watch(settings, {}) == watch.watch(settings, {}) == status
-    assert f"the run d16 {word} at " in capsys.readouterr().out
-
-
-def test_a_failure_of_watch_itself_is_reported_with_a_status_that_systemd_restarts(settings, monkeypatch, capsys):
+def test_a_failure_of_watch_itself_is_reported(settings, monkeypatch, capsys):
     monkeypatch.setattr(watch.Loop, "run", lambda loop: 1 / 0)
     assert watch.watch(settings, {"us-west1-c": 2.29}) == 70
     printed = capsys.readouterr().out
     assert "watch.sh failed: ZeroDivisionError" in printed and "nano (absent) is left as it is, at 2.29 USD" in printed
-    assert "70" not in (ROOT / "deploy/watch.service").read_text()
-
-
-@pytest.mark.parametrize("name", ["spent", "known.json", "ended"])
-def test_what_an_earlier_version_knew_is_not_forgotten(settings, name):
-    """Else a run that it finished would be started again, at a boot for example."""
-    (settings.state / name).write_text("1 2 3 READY\n")
-    with pytest.raises(BadInput, match="delete.sh nano"):
-        watch.watch(settings, {})

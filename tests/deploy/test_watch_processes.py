@@ -8,7 +8,6 @@ import sys
 import threading
 import time
 from contextlib import suppress
-from dataclasses import replace
 
 import pytest
 
@@ -20,7 +19,7 @@ from deploy.lib.state import Journal, State, Tries, Vm
 from nanochat.common import BadInput
 from nanochat.device import tpu
 from tests.deploy.conftest import ROOT, eventually
-from tests.deploy.made_up import World
+from tests.deploy.made_up import World, replace
 
 STUBBORN = """trap '' TERM
 (trap '' TERM; echo "$BASHPID" >"$CHILD"; while :; do sleep 0.1; done) &
@@ -40,7 +39,7 @@ def settings(tmp_path, monkeypatch):
     for name, text in scripts.items():
         (tmp_path / f"{name}.sh").write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / f"{name}.sh").chmod(0o755)
-    yield replace(World(tmp_path).settings, verb_flags=("--type=v6e-4",))
+    yield replace(World(tmp_path).settings, passed_on=("--type=v6e-4",))
     for line in subprocess.check_output(["ps", "-A", "-ww", "-o", "pid=,command="], text=True).splitlines():
         if str(tmp_path) in line:
             os.kill(int(line.split()[0]), signal.SIGKILL)
@@ -179,18 +178,17 @@ def test_the_webhook_gets_every_line_as_it_is_and_does_not_hold_the_watch_up(tmp
 
 
 def test_a_zone_that_the_table_does_not_know_counts_at_the_dearest_price_and_that_is_said(tmp_path):
-    settings = replace(World(tmp_path).settings, zones=("us-a", "us-west1-c"), usd_per_hour=None)
     said = []
-    by_zone = catalogue.hourly_prices(settings, said.append)
+    by_zone = catalogue.hourly_prices("v6e-4", ("us-a", "us-west1-c"), True, None, said.append)
     assert by_zone["us-a"] == 4 * tpu.chip_price("v6e-4", spot=True).usd_per_chip_hour > by_zone["us-west1-c"]
     assert said == [f"the price in us-a is not known: {by_zone['us-a']:.2f} USD an hour counts, the dearest of the "
                     "table"]
-    assert catalogue.hourly_prices(replace(settings, type="v4-8"), said.append) is None
+    assert catalogue.hourly_prices("v4-8", ("us-a",), True, None) is None
     with pytest.raises(BadInput):
-        catalogue.hourly_prices(replace(settings, type="v9-8", usd_per_hour=1), said.append)
+        catalogue.hourly_prices("v9-8", ("us-a",), True, 1)
 
 
-@pytest.mark.parametrize("flags, usd", [("--usd_per_hour=0", "0"), ("--zones=us-west4-a", "2.04"),
+@pytest.mark.parametrize("flags, usd", [("--usd_per_hour=0", "0.00"), ("--zones=us-west4-a", "2.04"),
                                         ("--zones=us-west4-a,us-east5-b", "4.80"), ("--zones=nowhere-1-a", "6.24"),
                                         ("", "6.24"), ("--zones=us-west4-b --on_demand", "9.60")])
 def test_the_price_is_that_of_the_dearest_zone(flags, usd):
@@ -210,7 +208,7 @@ def test_watch_works_through_a_symbolic_link(tmp_path):
 
 
 def test_the_state_survives_and_one_that_cannot_be_read_is_none(tmp_path):
-    state = State(["--run=a"], "finished", 1, True, Vm("READY", id="1"), Tries(2), "push.sh", 7, 5.0)
+    state = State(True, Vm("READY", id="1"), Tries(2), "push.sh", 7, 5.0)
     assert state.save(tmp_path / "state.json") and State.load(tmp_path / "state.json", 9) == state
     (tmp_path / "state.json").write_text("{")
     assert State.load(tmp_path / "state.json", 9) == State(counted_at=9, is_lost=True)

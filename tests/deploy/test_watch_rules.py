@@ -1,13 +1,12 @@
 """The rules of watch.sh with a clock and a VM that are made up: what is done, in which order, and what is not done."""
 import shutil
-from dataclasses import replace
 
 import pytest
 
 from deploy.lib.loop import End
 from deploy.lib.rules import MIRROR_BEHIND_S, Seen, decide
 from deploy.lib.state import State, Tries, Vm
-from tests.deploy.made_up import READY, World, polls
+from tests.deploy.made_up import READY, World, polls, replace
 
 
 @pytest.fixture
