@@ -11,67 +11,31 @@ def cloud():
     cloud.close()
 
 
-@pytest.fixture
-def bare_vm(laptop, cloud):
-    """A VM without data, whose gcloud notes its calls in ~/calls."""
+def test_data_copies_what_is_missing_or_differs_and_never_a_mixture_of_two_tokenizers(laptop, cloud):
     vm = laptop.vm(env=cloud.env(laptop.root / "vm_gcloud"))
-    vm.program(vm.root / "bin/gcloud", f'echo "$*" >>~/calls; exec {laptop.gcloud} "$@"')
-    return vm
-
-
-def put_tokenizer(cloud, folder, place):
-    for path in folder.iterdir():
-        cloud.put("b", f"{place}/{path.name}", path.read_bytes())
-
-
-def test_data_puts_every_file_in_its_place_and_fetches_only_what_is_missing(laptop, cloud, bare_vm,
-                                                                            byte_tokenizer_dir):
-    vm = bare_vm
+    (vm.root / "bin/gcloud").symlink_to(laptop.gcloud)
+    assert "gs://" in laptop.run("data.sh", vm.ip, status=2)
+    assert "folder parquet in gs://b/x" in laptop.run("data.sh", vm.ip, "--bucket=gs://b/x", status=1, timeout_s=120)
     for number in range(5):
         cloud.put("b", f"x/parquet/base_data_v3/base_data_v3/shard_{number:05d}.parquet", b"%d" % number * 1000)
     cloud.put("b", "x/parquet/val/shard_00000.parquet", b"v" * 500)
     cloud.put("b", "x/other/readme.txt", b"not ours")
-    put_tokenizer(cloud, byte_tokenizer_dir, "x/tokenizer/tokenizer_65k")
+    cloud.put("b", "x/tokenizer/tokenizer_65k/tokenizer.json", b"{}")
     base = vm.home / ".cache/nanochat"
-    whole = base / "incoming/parquet/base_data_v3/shard_00004.parquet"  # as an interrupted data.sh leaves it
-    whole.parent.mkdir(parents=True)
-    whole.write_bytes(b"4" * 1000)
-    whole.with_name("shard_00003.parquet").write_bytes(b"3" * 10)
-
-    output = laptop.run("data.sh", vm.ip, "--bucket=gs://b/x/", timeout_s=120)
-    assert "9 files, 8 missing" in output
-    shards = base / "parquet/base_data_v3"
+    laptop.run("data.sh", vm.ip, "--bucket=gs://b/x/", "--no_tokenizer", timeout_s=120)
+    shards = base / "parquet/base_data_v3/base_data_v3"
     assert [path.read_bytes() for path in sorted(shards.iterdir())] == [b"%d" % n * 1000 for n in range(5)]
     assert (base / "parquet/val/shard_00000.parquet").read_bytes() == b"v" * 500
-    assert (base / "tokenizer/vocabulary.tiktoken").stat().st_size > 1000
-    assert sorted(path.name for path in base.iterdir()) == ["parquet", "tokenizer"]
-    calls = (vm.home / "calls").read_text().splitlines()
-    assert len(calls) == 4, "one call lists, and one for each folder copies"
-    downloaded = " ".join(request for request in cloud.requests if "alt=media" in request)
-    assert "shard_00003.parquet" in downloaded and "shard_00004.parquet" not in downloaded
+    assert [path.name for path in base.iterdir()] == ["parquet"]
 
-    (shards / "shard_00001.parquet").write_bytes(b"truncated")
-    output = laptop.run("data.sh", vm.ip, "--bucket=gs://b/x", timeout_s=120)
-    assert "9 files, 1 missing" in output
-    assert (shards / "shard_00001.parquet").read_bytes() == b"1" * 1000
-    output = laptop.run("data.sh", vm.ip, "--bucket=gs://b/x/other", status=1)
-    assert "has neither *.parquet files nor a tokenizer folder" in output
-    assert "gs://" in laptop.run("data.sh", vm.ip, status=2)
-
-
-def test_a_tokenizer_of_the_bucket_replaces_the_one_there_and_is_no_mixture_of_both(laptop, cloud, bare_vm,
-                                                                                   byte_tokenizer_dir):
-    vm = bare_vm
-    cloud.put("b", "x/shard_00000.parquet", b"0" * 1000)
-    put_tokenizer(cloud, byte_tokenizer_dir, "x/tokenizer_65k")
-    base = vm.home / ".cache/nanochat"
-    laptop.run("data.sh", vm.ip, "--bucket=gs://b/x", "--no_tokenizer", timeout_s=120)
-    assert (base / "parquet/base_data_v3/shard_00000.parquet").exists() and not (base / "tokenizer").exists()
     (base / "tokenizer").mkdir()
     (base / "tokenizer/tokenizer.pkl").write_bytes(b"an older one")
+    (shards / "shard_00001.parquet").write_bytes(b"truncated")
+    cloud.requests.clear()
     laptop.run("data.sh", vm.ip, "--bucket=gs://b/x", timeout_s=120)
-    assert not (base / "tokenizer/tokenizer.pkl").exists() and (base / "tokenizer/vocabulary.tiktoken").exists()
-    assert (base / "tokenizer.before/tokenizer.pkl").read_bytes() == b"an older one"
+    assert (shards / "shard_00001.parquet").read_bytes() == b"1" * 1000
+    assert (base / "tokenizer/tokenizer_65k/tokenizer.json").exists() and not (base / "tokenizer/tokenizer.pkl").exists()
+    assert sum("alt=media" in request for request in cloud.requests) == 2
 
 
 def test_fetch_brings_metrics_log_and_the_newest_checkpoint_home_once(laptop, vm):
