@@ -8,7 +8,6 @@
 # corrects its estimates by it from now on.
 #
 #   --to DIR                   copy into the new folder DIR (default: check.HOST here)
-#   --dry_run                  only print what would be done
 #
 # Exit status: 0 all holds; 1 something does not, but a run is possible; 3 no run is possible; 6 a run has the chips.
 me=$0; while [ -L "$me" ]; do l=$(readlink "$me"); case $l in /*) me=$l ;; *) me=$(dirname "$me")/$l ;; esac; done

@@ -23,7 +23,7 @@
 me=$0; while [ -L "$me" ]; do l=$(readlink "$me"); case $l in /*) me=$l ;; *) me=$(dirname "$me")/$l ;; esac; done
 . "$(dirname "$me")/lib/common.sh" || exit 2
 WAIT_S=900 MAX_HOURS="" MARGIN_S=600
-parse "MAX_HOURS MARGIN_S" "$@"
+parse "MAX_HOURS MARGIN_S DRY_RUN" "$@"
 NAME=${ARGS[0]:-$NAME}
 [ -n "$NAME" ] || die 2 "the VM has no name: create.sh NAME, or set NAME in deploy/config.env"
 facts "$TYPE"

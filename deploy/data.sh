@@ -3,13 +3,13 @@
 #
 #   deploy/data.sh HOST --bucket=gs://my-bucket/nanochat
 #
-# They go below NANOCHAT_BASE_DIR of the VM, where base_train looks; tokenizer/ becomes that of the bucket, and nothing else.
-# After an interrupted copy the next data.sh goes on. The VM's service account must be allowed to read the bucket.
+# They go below NANOCHAT_BASE_DIR of the VM, where base_train looks; tokenizer/ becomes that of the bucket, and has
+# nothing else. After an interrupted copy the next data.sh goes on. The VM's service account must be allowed to read the
+# bucket.
 #
 #   --bucket gs://…            the bucket, or a folder of it
 #   --no_tokenizer             leave the bucket's tokenizer out; training uses the one that push.sh brings
 #   --worker N|all             which VM of a pod (default all)
-#   --dry_run                  only print what would be done
 #
 # Exit status 6: another data.sh is running on the VM.
 me=$0; while [ -L "$me" ]; do l=$(readlink "$me"); case $l in /*) me=$l ;; *) me=$(dirname "$me")/$l ;; esac; done

@@ -4,7 +4,6 @@
 #   deploy/delete.sh NAME
 #
 #   --yes                      do not ask
-#   --dry_run                  only print what would be done
 #
 # Exit status 3: there is no such VM; 4: gcloud could not say, or refused the credentials.
 me=$0; while [ -L "$me" ]; do l=$(readlink "$me"); case $l in /*) me=$l ;; *) me=$(dirname "$me")/$l ;; esac; done
@@ -25,7 +24,7 @@ if [ "$VM_STATE" = absent ]; then
   for zone in $zones; do forget "$NAME" "$zone"; done
   die 3 "no VM $NAME in $ZONES of project $PROJECT; list.sh looks in all zones"
 fi
-if [ -z "$YES$DRY_RUN" ]; then
+if [ -z "$YES" ]; then
   printf 'Delete %s (%s %s in %s of %s) and its disk? Type its name: ' \
     "$NAME" "$VM_TYPE" "$VM_STATE" "$zones" "$PROJECT" >&2
   read -r answer || answer=""
@@ -41,7 +40,6 @@ for VM_ZONE in $zones; do
     esac
   fi
 done
-[ -z "$DRY_RUN" ] || exit 0
 was=$VM_STATE error=$VM_ERROR permanent=$VM_PERMANENT
 lookup "$NAME"  # gcloud confirms it
 case $VM_STATE in

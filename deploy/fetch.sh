@@ -10,7 +10,6 @@
 #   --all                      every checkpoint, not only the newest
 #   --no_checkpoints           only metrics and log
 #   --vm_ips A,B --vm_id ID    the addresses and the id of the VM HOST, so that gcloud need not be asked
-#   --dry_run                  only print what would be done
 me=$0; while [ -L "$me" ]; do l=$(readlink "$me"); case $l in /*) me=$l ;; *) me=$(dirname "$me")/$l ;; esac; done
 . "$(dirname "$me")/lib/common.sh" || exit 2
 TO=$ROOT/checkpoints ALL="" NO_CHECKPOINTS="" WORKER=0 VM_IPS="" VM_ID=""
@@ -20,7 +19,7 @@ if [ -n "$VM_IPS" ]; then aim; else resolve ${ARGS[0]:+"${ARGS[0]}"}; fi
 run_on_vm() { local READ=(only run); limited 120 retry vm 0 'current'; }
 RUN=${RUN:-$(run_on_vm)}
 case $RUN in .* | -* | *[!A-Za-z0-9._-]*) die 2 "$RUN is no name of a run: only letters, digits, . - and _" ;; esac
-[ -n "$RUN$DRY_RUN" ] || die 1 "no run was started on this VM; name an older one: fetch.sh HOST RUN"
+[ -n "$RUN" ] || die 1 "no run was started on this VM; name an older one: fetch.sh HOST RUN"
 
 script <<'END'
 load_env
@@ -76,7 +75,6 @@ fetch_steps() {
 }
 
 steps=$(listed)
-[ -z "$DRY_RUN" ] || exit 0
 retry get metrics.jsonl run.log
 for round in 1 2 3 ""; do
   [ -n "$round" ] || die 1 "the run deletes checkpoints faster than they are copied: stop_run.sh, then fetch.sh again"

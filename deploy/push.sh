@@ -14,7 +14,6 @@
 #   --ssh_user NAME            who logs in (default: as ssh itself chooses)
 #   --ssh_key FILE             with this key (default ~/.ssh/google_compute_engine, if it exists)
 #   --worker N|all             which VM of a pod (default all)
-#   --dry_run                  only print what would be done
 me=$0; while [ -L "$me" ]; do l=$(readlink "$me"); case $l in /*) me=$l ;; *) me=$(dirname "$me")/$l ;; esac; done
 . "$(dirname "$me")/lib/common.sh" || exit 2
 MAX_BYTES=50000000

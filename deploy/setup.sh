@@ -12,7 +12,6 @@
 #   --wandb_key_file FILE      a file with the WandB key, if it is not in $WANDB_API_KEY
 #   --wandb_project NAME       the WandB project to write into ~/.tpu_env
 #   --worker N|all             which VM of a pod (default all)
-#   --dry_run                  only print what would be done
 { set +x; } 2>/dev/null  # bash -x would print the key
 me=$0; while [ -L "$me" ]; do l=$(readlink "$me"); case $l in /*) me=$l ;; *) me=$(dirname "$me")/$l ;; esac; done
 . "$(dirname "$me")/lib/common.sh" || exit 2

@@ -10,7 +10,6 @@
 #   --kill                     after that, end the run's remaining processes with kill -9
 #   --vm_ips A,B --vm_id ID    the addresses and the id of the VM HOST, so that gcloud need not be asked
 #   --worker N|all             which VM of a pod (default all)
-#   --dry_run                  only print what would be done
 me=$0; while [ -L "$me" ]; do l=$(readlink "$me"); case $l in /*) me=$l ;; *) me=$(dirname "$me")/$l ;; esac; done
 . "$(dirname "$me")/lib/common.sh" || exit 2
 WAIT_S=000 KILL="" VM_IPS="" VM_ID=""

@@ -18,11 +18,17 @@
 me=$0; while [ -L "$me" ]; do l=$(readlink "$me"); case $l in /*) me=$l ;; *) me=$(dirname "$me")/$l ;; esac; done
 . "$(dirname "$me")/lib/common.sh" || exit 2
 MIN_FREE_GB=20 AGAIN="" MAX_HOURS="" MARGIN_S=600 VM_ZONE=""
-parse "AGAIN MIN_FREE_GB MAX_HOURS MARGIN_S" "$@"
+parse "AGAIN MIN_FREE_GB MAX_HOURS MARGIN_S DRY_RUN" "$@"
 resolve ${ARGS[@]+"${ARGS[@]}"}
 [ -z "$MAX_HOURS" ] || [ "$WORKER" = all ] || die 2 "--max_hours is for all workers: leave out --worker"
 [ -n "$AGAIN" ] || [ ${#FLAGS[@]} -gt 0 ] || die 2 "the run has no flags: train.sh HOST -- --run=NAME …, or --again"
-[ -z "$DRY_RUN" ] || explain_run
+if [ -n "$DRY_RUN" ]; then
+  [ -n "$AGAIN" ] || check_flags "$VM_TYPE"
+  say "+ ssh ${TARGETS[*]}: check code, packages, chips, disk, data and tokenizer, and start in the background:" \
+    "$([ -n "$AGAIN" ] && echo "its last command" || echo "base_train $(quote ${FLAGS[@]+"${FLAGS[@]}"})")"
+  [ -z "$MAX_HOURS" ] || say "the VM ends the run after $MAX_HOURS hours${VM_ZONE:+ and deletes itself}"
+  exit 0
+fi
 script <<'END'
 next=$D/runs/start.$1 again=$2 min_free_gb=$3; shift 3
 fail() { echo "$1" >&2; exit "${2:-1}"; }
@@ -114,7 +120,7 @@ token=$$.$RANDOM limit=()
 { check() { retry vm "$1" "$CHECK" "$token" "$AGAIN" "$MIN_FREE_GB" ${FLAGS[@]+"${FLAGS[@]}"}; }
 start() { vm "$1" "$START" "$token" ${limit[@]+"${limit[@]}"}; }
 stop() { vm "$1" "$STOP" "$token"; }
-follow() { retry vm "$1" "$FOLLOW" "$WAIT_S" "$1"; }; alive() { [ -n "$DRY_RUN" ] || vm "$1" 'running'; }; }
+follow() { retry vm "$1" "$FOLLOW" "$WAIT_S" "$1"; }; alive() { vm "$1" 'running'; }; }
 each check || exit
 each start || { status=$?; say "not started everywhere: stopping it"; each stop || true; exit $status; }
 status=0; first_of follow || status=$?

@@ -29,7 +29,7 @@ me=$0; while [ -L "$me" ]; do l=$(readlink "$me"); case $l in /*) me=$l ;; *) me
 MAX_USD="" MAX_HOURS="" MARGIN_S=600 POLL_S=60 PATIENCE=5 STALL_S=1800
 # shellcheck disable=SC2034
 STATE="" WEBHOOK="" TO=$ROOT/checkpoints
-parse "MAX_USD MAX_HOURS MARGIN_S PATIENCE STALL_S STATE TO" "$@"
+parse "MAX_USD MAX_HOURS MARGIN_S PATIENCE STALL_S STATE TO DRY_RUN" "$@"
 NAME=${ARGS[0]:-$NAME}
 [ -n "$NAME" ] || die 2 "the VM has no name: watch.sh NAME … -- FLAGS"
 check_name "$NAME"

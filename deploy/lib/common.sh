@@ -78,15 +78,6 @@ check_flags() {
   esac
 }
 
-# explain_run says what train.sh would do, and exits.
-explain_run() {
-  [ -n "$AGAIN" ] || check_flags "$VM_TYPE"
-  say "+ ssh ${TARGETS[*]}: check code, packages, chips, disk, data and tokenizer, and start in the background:" \
-    "$([ -n "$AGAIN" ] && echo "its last command" || echo "base_train $(quote ${FLAGS[@]+"${FLAGS[@]}"})")"
-  [ -z "$MAX_HOURS" ] || say "the VM ends the run after $MAX_HOURS hours${VM_ZONE:+ and deletes itself}"
-  exit 0
-}
-
 # PYTHON is the Python that reads settings, and whatever a VM says.
 for PYTHON in python3 python3.14 python3.13 python3.12 python3.11 python3.10 "$ROOT/.venv/bin/python" ""; do
   [ -n "$PYTHON" ] || die 2 "deploy/ needs Python 3.10 or newer: python3 is $(python3 --version 2>&1 || true)"

@@ -80,7 +80,7 @@ tpu() {
 }
 change() { # change VERB: deletes, starts or stops the VM that was looked up
   say "+ gcloud compute tpus tpu-vm $1 $NAME --zone=$VM_ZONE"
-  [ -n "$DRY_RUN" ] || tpu "$VM_ZONE" "$1" "$NAME"
+  tpu "$VM_ZONE" "$1" "$NAME"
 }
 # What gcloud prints of a VM has this form. Anything else, such as the page of a proxy, says nothing about the VM.
 STATES="CREATING|READY|RESTARTING|REIMAGING|DELETING|REPAIRING|STOPPED|STOPPING|STARTING|PREEMPTED|TERMINATED"

@@ -36,11 +36,11 @@ COMMON = {  # of all scripts
     "WAIT_S": WHOLE,
     "POLL_S": NUMBER,
     "SSH_TIMEOUT_S": WHOLE,
-    "DRY_RUN": YES_NO,
     "INTERNAL_IPS": YES_NO,
 }
 OWN = {  # of one script or of some
-    "AGAIN": YES_NO, "ALL": YES_NO, "KILL": YES_NO, "NO_CHECKPOINTS": YES_NO, "NO_TOKENIZER": YES_NO, "YES": YES_NO,
+    "AGAIN": YES_NO, "ALL": YES_NO, "DRY_RUN": YES_NO, "KILL": YES_NO, "NO_CHECKPOINTS": YES_NO,
+    "NO_TOKENIZER": YES_NO, "YES": YES_NO,
     "MARGIN_S": WHOLE, "MIN_FREE_GB": WHOLE, "PATIENCE": WHOLE, "STALL_S": WHOLE, "TAIL": WHOLE,
     "MAX_HOURS": NUMBER, "MAX_USD": NUMBER,
     "STATE": PATH, "TO": PATH,
@@ -48,7 +48,7 @@ OWN = {  # of one script or of some
 }
 CONFIG_ONLY = {"WEBHOOK": URL}  # it may be secret
 FORMS = {**COMMON, **OWN, **CONFIG_ONLY}
-NOT_PASSED_ON = ("NAME", "WORKER", "WAIT_S", "POLL_S", "DRY_RUN")  # settings that each script has for itself
+NOT_PASSED_ON = ("NAME", "WORKER", "WAIT_S", "POLL_S")  # settings that each script has for itself
 
 
 class Refused(Exception):

@@ -46,7 +46,6 @@ vm() {
   [ -z "$alias" ] || options+=(-o "HostKeyAlias=$alias")
   # Only this key: a server refuses who offers too many, and an agent may have many.
   [ ! -f "$SSH_KEY" ] && [ ! -f "$SSH_KEY.pub" ] || options+=(-o IdentitiesOnly=yes -i "$SSH_KEY")
-  if [ -n "$DRY_RUN" ]; then say "+ ssh $host bash -c SCRIPT bash $(quote "$@")"; return; fi
   [ -d "$HOME/.ssh" ] || (umask 077 && mkdir -p "$HOME/.ssh")
   need_room && rm -f "$TMP/ssh$i"
   "$PYTHON" "$LIB/from_vm.py" "$BEGIN" "$TMP/ssh$i" "${READ[@]}" -- \

@@ -1,5 +1,4 @@
 """What the scripts make of gcloud's error messages: the real gcloud prints them, for answers of an emulated API."""
-import shutil
 import subprocess
 
 import pytest
@@ -130,20 +129,6 @@ def test_a_gcloud_that_hangs_is_ended_with_its_children(laptop):
     child = (laptop.home / "child").read_text().strip()
     state = subprocess.run(["ps", "-o", "stat=", "-p", child], capture_output=True, text=True).stdout
     assert state.strip()[:1] in ("", "Z"), "the process that gcloud started still runs"
-
-
-@pytest.mark.parametrize("awk", ["mawk", "gawk", "original-awk", "busybox awk"])
-def test_a_price_of_nothing_is_kept_by_every_awk(laptop, awk):
-    if not shutil.which(awk.split()[0]):
-        pytest.skip(f"{awk} is not installed")
-    (laptop.home / "bin/awk").write_text(f'#!/bin/sh\nexec {awk} "$@"\n')
-    (laptop.home / "bin/awk").chmod(0o755)
-    script = (f'. {ROOT}/deploy/lib/common.sh; parse "" "$@"; facts v6e-4 us-east5-a; '
-              'echo "$USD $(calc "$CHIPS * $USD + 1.5")"')
-    said = {price: subprocess.check_output(["bash", "-c", script, "bash", *price], text=True, env=laptop.env).split()
-            for price in ((), ("--usd_per_hour=0",), ("--usd_per_hour=2.5",))}
-    assert said == {(): ["4.32", "18.78"], ("--usd_per_hour=0",): ["0.00", "1.50"],
-                    ("--usd_per_hour=2.5",): ["2.50", "11.50"]}
 
 
 PAGE = '<html><title>Login</title>\n<meta http-equiv="refresh" content="0;url=https://a.b"></html>'

@@ -44,7 +44,7 @@ def test_help_and_an_unknown_flag(verb):
     assert result.returncode == 2 and "unknown flag --no_such_flag" in result.stderr
 
 
-@pytest.mark.parametrize("verb", [verb for verb in VERBS if verb != "watch"])
+@pytest.mark.parametrize("verb", VERBS)
 def test_a_script_is_found_through_links_and_stops_without_its_library(verb, tmp_path):
     (tmp_path / "bin").mkdir()
     (tmp_path / "second").symlink_to(DEPLOY / f"{verb}.sh")
@@ -62,10 +62,11 @@ def test_a_script_is_found_through_links_and_stops_without_its_library(verb, tmp
 
 def test_a_config_file_from_windows(tmp_path):
     config = tmp_path / "config.env"
-    config.write_bytes(b"WAIT_S=5\r\nSSH_USER=me\r\n\r\nZONES=us-a,us-b\r\n")
+    config.write_bytes(b"MIN_FREE_GB=5\r\nSSH_USER=me\r\n\r\nZONES=us-a,us-b\r\n")
     env = {**os.environ, "NANOCHAT_DEPLOY_CONFIG": str(config), "HOME": str(tmp_path)}
-    result = subprocess.run([DEPLOY / "stop_run.sh", "192.0.2.1", "--dry_run"], capture_output=True, text=True, env=env)
-    assert result.returncode == 0 and "+ ssh me@192.0.2.1 " in result.stderr and "\r" not in result.stderr
+    result = subprocess.run([DEPLOY / "train.sh", "192.0.2.1", "--again", "--dry_run"], capture_output=True, text=True,
+                            env=env)
+    assert result.returncode == 0 and "+ ssh me@192.0.2.1: " in result.stderr and "\r" not in result.stderr
 
 
 def test_git_ignores_results_and_secrets():
@@ -76,19 +77,12 @@ def test_git_ignores_results_and_secrets():
     assert run("git", "-C", DEPLOY.parent, "check-ignore", *names).stdout.split() == names
 
 
-@pytest.mark.parametrize("name", VERBS + LIBRARIES)
-def test_no_script_is_long(name):
-    lines = (DEPLOY / f"{name}.sh").read_text().splitlines()
-    assert len(lines) < 200 and max(map(len, lines)) <= 120
-
-
 @pytest.mark.parametrize("verb", VERBS)
 def test_help_names_every_flag_of_its_own(verb):
     text = (DEPLOY / f"{verb}.sh").read_text()
     own = re.search(r'^parse "([^"]*)"', text, re.MULTILINE)[1].replace("=", "").split()
     shown = run(DEPLOY / f"{verb}.sh", "--help").stdout
     assert not [name for name in own if f"--{name.lower()}" not in shown]
-    assert "--dry_run" in shown or verb in ("status", "logs", "list")  # which change nothing
 
 
 @pytest.mark.parametrize("verb", [verb for verb in VERBS if verb not in ("status", "list")])

@@ -30,7 +30,7 @@ def config(tmp_path):
     ('TO="$HOME/x"', {"TO": os.environ["HOME"] + "/x"}),
     ("TO=${HOME}/x", {"TO": os.environ["HOME"] + "/x"}),
     ("WEBHOOK=https://a.b/c?d=e#f", {"WEBHOOK": "https://a.b/c?d=e#f"}),
-    *((f"{name}={no}", {name: ""}) for name in ("ON_DEMAND", "DRY_RUN", "AGAIN", "INTERNAL_IPS")
+    *((f"{name}={no}", {name: ""}) for name in ("ON_DEMAND", "AGAIN", "INTERNAL_IPS")
       for no in ("0", "no", "False", "off")),
     ("ON_DEMAND=1", {"ON_DEMAND": "1"}), ("ON_DEMAND=yes", {"ON_DEMAND": "1"}),
 ])
@@ -74,7 +74,7 @@ def test_flags_are_read_as_the_config_file_is():
 
 
 @pytest.mark.parametrize("flags, named", [
-    (["--dry_rum"], ["--dry_rum", "--dry_run"]), (["--max_usd=5"], ["unknown flag --max_usd"]),
+    (["--pol_s"], ["--pol_s", "--poll_s"]), (["--max_usd=5"], ["unknown flag --max_usd"]),
     (["--wait_s"], ["value"]),
     (["--wait_s="], ["--wait_s"]), (["--webhook=https://a.b"], ["unknown flag --webhook"]),
 ])

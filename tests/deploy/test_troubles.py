@@ -193,4 +193,4 @@ def test_a_limit_ends_the_run_on_every_host_of_a_pod(laptop):
 
 
 def test_what_begins_with_a_dash_is_no_host(laptop):
-    assert "is no HOST" in laptop.run("push.sh", "-oProxyCommand=x", "--dry_run", status=2)
+    assert "is no HOST" in laptop.run("push.sh", "-oProxyCommand=x", status=2)

@@ -198,15 +198,6 @@ def test_the_price_is_that_of_the_dearest_zone(flags, usd):
     assert (result.stdout, result.stderr) == (f"{usd}\n", "")
 
 
-def test_watch_works_through_a_symbolic_link(tmp_path):
-    (tmp_path / "tools").mkdir()
-    (tmp_path / "watch").symlink_to("tools/watch.sh")
-    (tmp_path / "tools/watch.sh").symlink_to(ROOT / "deploy/watch.sh")
-    result = subprocess.run([tmp_path / "watch", "nano", "--zones=us-a", "--max_usd=1", "--dry_run", "--", "--run=x"],
-                            capture_output=True, text=True, timeout=60)
-    assert result.returncode == 0 and "+ create, setup, push, data, train" in result.stderr
-
-
 def test_the_state_survives_and_one_that_cannot_be_read_is_none(tmp_path):
     state = State(True, Vm("READY", id="1"), Tries(2), "push.sh", 7, 5.0)
     assert state.save(tmp_path / "state.json") and State.load(tmp_path / "state.json", 9) == state
