@@ -58,6 +58,10 @@ class Laptop:
                     "TMPDIR": str(root), "LANG": "C.UTF-8", "NANOCHAT_DEPLOY_CONFIG": str(self.home / "config.env")}
         self.vms, self.processes = [], []
 
+    def let_gcloud(self, text):
+        """Lets gcloud run these lines of bash, which may exit, before the real one."""
+        StandIn.program(self.home / "bin/gcloud", f'{text}\nexec {self.gcloud} "$@"')
+
     def vm(self, name="vm", **options):
         self.vms.append(StandIn(self.root / f"{name}{len(self.vms)}", name, self.public_key, **options))
         return self.vms[-1]

@@ -119,9 +119,7 @@ def test_the_status_of_several_vms_is_the_highest(laptop, cloud):
 
 
 def test_a_gcloud_that_hangs_is_ended_with_its_children(laptop):
-    hanging = laptop.home / "bin/gcloud"
-    hanging.write_text(f"#!/bin/sh\nsleep 300 &\necho $! >{laptop.home}/child\nsleep 301\n")
-    hanging.chmod(0o755)
+    laptop.let_gcloud(f"sleep 300 &\necho $! >{laptop.home}/child\nsleep 301")
     laptop.env["GCLOUD_S"] = "1"
     assert why(laptop, "describe", "nano") == "other: gcloud gave no answer for 1 s, and was ended"
     said = laptop.run("delete.sh", "nano", "--zones=us-a", "--yes", status=4)
@@ -142,8 +140,7 @@ READY = "READY|HEALTHY|1001|2026-11-28T10:00:00.123Z|v5litepod-8|192.0.2.1|10.0.
 ])
 def test_an_answer_of_gcloud_that_is_no_description_says_nothing_about_the_vm(laptop, answer):
     (laptop.root / "answer").write_text(answer + "\n")
-    (laptop.home / "bin/gcloud").write_text(f"#!/bin/sh\necho \"$*\" >>{laptop.root}/calls\ncat {laptop.root}/answer\n")
-    (laptop.home / "bin/gcloud").chmod(0o755)
+    laptop.let_gcloud(f'echo "$*" >>{laptop.root}/calls; cat {laptop.root}/answer; exit')
     flags = ["nano", "--zones=us-west4-a", "--project=p"]
     output = laptop.run("create.sh", *flags, status=4)
     assert "cannot tell whether nano exists: us-west4-a: gcloud's answer is none" in output
@@ -156,7 +153,6 @@ def test_an_answer_of_gcloud_that_is_no_description_says_nothing_about_the_vm(la
 
 
 def test_a_whole_description_of_a_vm_is_read(laptop):
-    (laptop.home / "bin/gcloud").write_text(f"#!/bin/sh\necho '{READY}'\n")
-    (laptop.home / "bin/gcloud").chmod(0o755)
+    laptop.let_gcloud(f"echo '{READY}'; exit")
     looked = laptop.run("lib/look.sh", "nano", "--zones=us-west4-a", "--project=p", "--what=vm")
     assert "state=READY\n" in looked and "ips=192.0.2.1\n" in looked

@@ -13,6 +13,7 @@ from deploy.lib.state import Journal, State, Vm
 from deploy.watch import make_private
 from tests.deploy.conftest import ROOT
 from tests.deploy.made_up import World, polls
+from tests.deploy.standin import StandIn
 
 BEGIN = "-- nanochat begins --"
 GOOD = "state=running\nrun=a\nsteps=1/5\ncheckpoint=step_000005\nmirror=gs://x\nmirrored=step_000001\ndisk=9\n"
@@ -211,8 +212,7 @@ def test_files_without_end_are_refused_and_leave_room_on_the_disk(tmp_path, monk
 
 def test_output_without_end_neither_fills_the_memory_nor_ends_the_watch(tmp_path, monkeypatch):
     monkeypatch.setattr("deploy.lib.calls.DEPLOY", tmp_path)
-    (tmp_path / "push.sh").write_text("#!/bin/sh\nexec tr '\\0' x </dev/zero\n")
-    (tmp_path / "push.sh").chmod(0o755)
+    StandIn.program(tmp_path / "push.sh", "exec tr '\\0' x </dev/zero")
     settings = World(tmp_path).settings
     result = Calls(settings)("push", 100)
     assert result.status == TIMED_OUT and result.last_line == "push.sh printed without end"

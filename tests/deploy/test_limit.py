@@ -5,6 +5,7 @@ import pytest
 
 from tests.deploy.cloud import Failure
 from tests.deploy.conftest import eventually
+from tests.deploy.standin import StandIn
 from tests.deploy.test_watch import World
 
 HOURS = 0.012  # 43 s, of which the last half is the reserve
@@ -66,9 +67,8 @@ def test_nothing_that_a_user_of_the_vm_wrote_keeps_it_from_deleting_itself(world
 
 @pytest.mark.parametrize("away_s", [-7200, 7200])
 def test_a_limit_counts_from_the_creation_and_by_the_clock_of_the_vm(world, away_s):
-    date = world.laptop.home / "bin/date"  # the laptop's clock is wrong by hours
-    date.write_text(f'#!/bin/sh\nexec /bin/date -d "{away_s} seconds" "$@"\n')
-    date.chmod(0o755)
+    # the laptop's clock is wrong by hours
+    StandIn.program(world.laptop.home / "bin/date", f'exec /bin/date -d "{away_s} seconds" "$@"')
     created = time.time()
     world.laptop.run("create.sh", "nano", *SOON)
     eventually(lambda: not world.cloud.nodes, 120)

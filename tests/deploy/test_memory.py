@@ -6,6 +6,7 @@ import pytest
 from tests.deploy.conftest import eventually
 from tests.deploy.test_watch import World
 
+PAGE_FOR = 'case "$*" in {}) echo "<html>Login</html>"; exit 0 ;; esac'  # the page of a proxy, instead of an answer
 QUICK = ["--zones=us-a,us-b", "--poll_s=0.1"]
 
 
@@ -19,9 +20,7 @@ def world(laptop):
 def test_another_project_and_config_env_change_neither_the_vms_of_a_watch_nor_their_end(world):
     watch = world.watch(run=("--num_iterations=30", "--step_s=0.2"))
     world.wait("run started")
-    gcloud = world.laptop.home / "bin/gcloud"  # as `gcloud config set project q` does, for every call from now on
-    gcloud.write_text(f'#!/bin/sh\nexport CLOUDSDK_CORE_PROJECT=q\nexec {world.laptop.gcloud} "$@"\n')
-    gcloud.chmod(0o755)
+    world.laptop.let_gcloud("export CLOUDSDK_CORE_PROJECT=q")  # as `gcloud config set project q` does, from now on
     (world.laptop.home / "config.env").write_text("ON_DEMAND=1\nUSD_PER_HUOR=2\n")
     world.end(watch, 0)
     assert len(world.booted) == 1 and not world.cloud.nodes
@@ -62,23 +61,17 @@ def test_a_vm_is_reached_with_the_key_with_which_it_was_created(world):
 
 def test_a_vm_is_deleted_by_what_is_known_though_gcloud_cannot_describe_it(laptop, cloud):
     laptop.run("create.sh", "nano", *QUICK)
-    gcloud = laptop.home / "bin/gcloud"
-    gcloud.write_text('#!/bin/sh\ncase "$*" in *describe*) echo "<html>Login</html>"; exit 0 ;; esac\n'
-                      f'exec {laptop.gcloud} "$@"\n')
-    gcloud.chmod(0o755)
+    laptop.let_gcloud(PAGE_FOR.format("*describe*"))
     output = laptop.run("delete.sh", "nano", "--yes", status=4)
     assert "not yet confirmed" in output and not cloud.nodes
-    gcloud.unlink()
+    (laptop.home / "bin/gcloud").unlink()
     laptop.run("delete.sh", "nano", "--yes", status=3)
     assert not list((laptop.home / ".local/state/nanochat/vms").glob("*/*/nano"))
 
 
 def test_a_deletion_that_gcloud_does_not_confirm_is_no_deletion(laptop, cloud):
     laptop.run("create.sh", "nano", *QUICK)
-    gcloud = laptop.home / "bin/gcloud"
-    gcloud.write_text('#!/bin/sh\ncase "$*" in *" delete "*) echo "<html>Login</html>"; exit 0 ;; esac\n'
-                      f'exec {laptop.gcloud} "$@"\n')
-    gcloud.chmod(0o755)
+    laptop.let_gcloud(PAGE_FOR.format('*" delete "*'))
     assert "nano is NOT deleted: it is READY" in laptop.run("delete.sh", "nano", *QUICK[:1], "--yes", status=1)
 
 
@@ -89,10 +82,7 @@ def test_without_a_project_there_is_one_line(laptop, cloud):
 
 
 def test_no_vm_is_created_in_a_project_that_is_not_known(laptop, cloud):
-    gcloud = laptop.home / "bin/gcloud"
-    gcloud.write_text('#!/bin/sh\ncase "$*" in *config*) echo "<html>Login</html>"; exit 0 ;; esac\n'
-                      f'exec {laptop.gcloud} "$@"\n')
-    gcloud.chmod(0o755)
+    laptop.let_gcloud(PAGE_FOR.format("*config*"))
     assert "give --project" in laptop.run("create.sh", "nano", *QUICK, status=4) and not cloud.nodes
 
 

@@ -102,18 +102,12 @@ def test_a_dry_run_of_watch_refuses_what_cannot_be(flags, words):
 
 
 def test_a_state_folder_that_cannot_be_written_is_one_line(tmp_path):
-    environment = {**os.environ, "NANOCHAT_DEPLOY_CONFIG": "/nonexistent", "HOME": str(tmp_path)}
-    command = [ROOT / "deploy/watch.sh", "nano", "--zones=us-a", "--project=p", "--max_usd=5", "--state=/proc/x/y",
-               "--", "--run=a"]
-    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+    result = watch("nano", "--project=p", "--state=/proc/x/y", home=tmp_path)
     assert result.returncode == 2 and "--state=/proc/x/y" in result.stderr and len(result.stderr.splitlines()) == 1
 
 
 def test_a_budget_below_its_own_reserve_deletes_no_vm_of_this_name(tmp_path):
-    environment = {**os.environ, "NANOCHAT_DEPLOY_CONFIG": "/nonexistent", "HOME": str(tmp_path)}
-    command = [ROOT / "deploy/watch.sh", "nano", "--zones=us-a", "--project=p", "--max_usd=0.01", "--usd_per_hour=2",
-               "--", "--run=a"]
-    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+    result = watch("nano", "--project=p", "--max_usd=0.01", "--usd_per_hour=2", home=tmp_path)
     assert result.returncode == 2 and "error: the budget lasts 18 s, and --margin_s=600" in result.stderr
 
 
@@ -131,11 +125,15 @@ def test_a_dry_run_of_watch_says_what_the_budget_buys(tmp_path):
     assert "on demand" in said and "warning: the budget lasts 18 s" in said and "--margin_s=600" in said
 
 
-def dry_run(name, *flags, run="d16"):
-    environment = {**os.environ, "NANOCHAT_DEPLOY_CONFIG": "/nonexistent"}
-    command = [ROOT / "deploy/watch.sh", name, "--zones=us-west4-a", "--max_usd=5", *flags, "--dry_run", "--",
-               f"--run={run}", "--depth=16"]
+def watch(name, *flags, run="d16", home=None):
+    environment = {**os.environ, "NANOCHAT_DEPLOY_CONFIG": "/nonexistent", **({"HOME": str(home)} if home else {})}
+    command = [ROOT / "deploy/watch.sh", name, "--zones=us-west4-a", "--max_usd=5", *flags, "--", f"--run={run}",
+               "--depth=16"]
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+
+
+def dry_run(name, *flags, run="d16"):
+    return watch(name, *flags, "--dry_run", run=run)
 
 
 def test_a_dry_run_of_train_is_in_words():

@@ -11,6 +11,7 @@ from deploy.lib.calls import Calls
 from deploy.lib.state import State, Vm, steady_time
 from tests.deploy.conftest import ROOT, eventually, train
 from tests.deploy.made_up import World
+from tests.deploy.standin import StandIn
 
 
 def full(*folders):
@@ -54,8 +55,7 @@ def test_a_vm_can_be_deleted_where_no_folder_has_room_for_a_file(laptop, cloud):
 
 def test_an_answer_is_whole_though_the_log_has_no_room(tmp_path, monkeypatch):
     monkeypatch.setattr("deploy.lib.calls.DEPLOY", tmp_path)
-    (tmp_path / "push.sh").write_text("#!/bin/sh\necho state=READY\n")
-    (tmp_path / "push.sh").chmod(0o755)
+    StandIn.program(tmp_path / "push.sh", "echo state=READY")
     settings = World(tmp_path).settings
     (settings.state / "push.log").symlink_to("/dev/full")
     result = Calls(settings)("push", 20)
@@ -91,10 +91,7 @@ def test_settings_of_ssh_are_the_users(laptop, vm):
 def test_an_interrupted_creation_leaves_no_gcloud_behind(laptop, cloud):
     cloud.held = True
     marker = laptop.root / "gcloud_pid"
-    (laptop.home / "bin/gcloud").write_text(
-        f'#!/bin/bash\ncase "$*" in *" create "*) echo $$ >{marker}; exec sleep 300 ;; esac\n'
-        f'exec {laptop.gcloud} "$@"\n')
-    (laptop.home / "bin/gcloud").chmod(0o755)
+    laptop.let_gcloud(f'case "$*" in *" create "*) echo $$ >{marker}; exec sleep 300 ;; esac')
     create = laptop.start("create.sh", "nano", "--zones=us-a", "--poll_s=1")
     pid = int(eventually(lambda: marker.exists() and marker.read_text().strip(), 60))
     os.kill(create.pid, signal.SIGTERM)

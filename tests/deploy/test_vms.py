@@ -68,11 +68,10 @@ def test_expired_credentials_never_mean_an_absent_vm(laptop, cloud):
 
 
 def test_a_gcloud_that_dies_silently_tells_nothing_about_the_vm(laptop):
-    (laptop.home / "bin/gcloud").write_text("#!/bin/sh\nexit 137\n")
-    (laptop.home / "bin/gcloud").chmod(0o755)
+    laptop.let_gcloud("exit 137")
     output = laptop.run("delete.sh", "nano", "--zones=us-a", "--yes", status=4)
     assert "cannot tell whether nano exists: us-a: gcloud failed and did not say why" in output
-    (laptop.home / "bin/gcloud").write_text("#!/bin/bash\nno-gcloud-here\n")
+    laptop.let_gcloud("no-gcloud-here; exit 127")
     assert "no-gcloud-here: command not found" in laptop.run("delete.sh", "nano", "--zones=us-a", "--yes", status=2)
 
 

@@ -52,9 +52,7 @@ def test_a_mirror_that_refuses_writes_loses_nothing_and_is_reported(world):
 def test_the_budget_ends_in_time_though_gcloud_hangs(world):
     """The VM is asked itself; it is deleted as soon as gcloud answers again."""
     hang = world.laptop.home / "hang"
-    (world.laptop.home / "bin/gcloud").write_text(
-        f"#!/bin/bash\nwhile [ -e {hang} ]; do sleep 0.2; done\nexec {world.laptop.gcloud} \"$@\"\n")
-    (world.laptop.home / "bin/gcloud").chmod(0o755)
+    world.laptop.let_gcloud(f"while [ -e {hang} ]; do sleep 0.2; done")
     (world.mirror / "refuses").touch()
     watch = world.watch(run=("--num_iterations=10000",), max_hours=0.04, margin_s=60, max_usd=1, usd_per_hour=20)
     world.wait("run started")

@@ -20,6 +20,7 @@ from nanochat.common import BadInput
 from nanochat.device import tpu
 from tests.deploy.conftest import ROOT, eventually
 from tests.deploy.made_up import World, replace
+from tests.deploy.standin import StandIn
 
 STUBBORN = """trap '' TERM
 (trap '' TERM; echo "$BASHPID" >"$CHILD"; while :; do sleep 0.1; done) &
@@ -37,8 +38,7 @@ def settings(tmp_path, monkeypatch):
     monkeypatch.setenv("WATCH_WANDB_API_KEY", "key")
     scripts = {"hang": STUBBORN, "setup": 'echo "args $*"; env; exit 3', "push": "env", "delete": "env"}
     for name, text in scripts.items():
-        (tmp_path / f"{name}.sh").write_text(f"#!/bin/bash\n{text}\n")
-        (tmp_path / f"{name}.sh").chmod(0o755)
+        StandIn.program(tmp_path / f"{name}.sh", text)
     yield replace(World(tmp_path).settings, passed_on=("--type=v6e-4",))
     for line in subprocess.check_output(["ps", "-A", "-ww", "-o", "pid=,command="], text=True).splitlines():
         if str(tmp_path) in line:
@@ -114,8 +114,7 @@ def test_a_script_that_a_killed_watch_left_behind_is_ended_and_another_process_i
         os.waitpid(group, 0)
     stranger = subprocess.Popen(["sh", "-c", "sleep 60; : an editor with nano.txt"], start_new_session=True)
     assert not end_orphan(settings, "hang.sh", stranger.pid) and stranger.poll() is None  # as after a reboot
-    (tmp_path / "ps").write_text("#!/bin/sh\nprintf '1 \\377\\n'")
-    (tmp_path / "ps").chmod(0o755)
+    StandIn.program(tmp_path / "ps", "printf '1 \\377\\n'")
     with monkeypatch.context() as patch:
         patch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
         assert not end_orphan(settings, "hang.sh", stranger.pid)  # with a command line in no known encoding
@@ -125,56 +124,43 @@ def test_a_script_that_a_killed_watch_left_behind_is_ended_and_another_process_i
     stranger.wait()
 
 
-class Server:
-    """An HTTP server that answers GET with what `answer(path)` returns, and keeps what is posted."""
+@pytest.fixture
+def hook():
+    """An HTTP server that keeps what is posted."""
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self):
+            server.posted.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(200)
+            self.end_headers()
 
-    def __init__(self, answer):
-        self.paths, self.posted = [], []
-        outer = self
+        def log_message(self, *_):
+            pass
 
-        class Handler(http.server.BaseHTTPRequestHandler):
-            def do_GET(self):
-                outer.paths.append(self.path)
-                body = json.dumps(answer(self.path)).encode()
-                self.send_response(200)
-                self.end_headers()
-                self.wfile.write(body)
-
-            def do_POST(self):
-                outer.posted.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-                self.send_response(200)
-                self.end_headers()
-
-            def log_message(self, *_):
-                pass
-
-        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}"
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
-
-    def close(self):
-        self.server.shutdown()
-        self.server.server_close()
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.posted, server.url = [], f"http://127.0.0.1:{server.server_port}"
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
 
 
-def test_the_webhook_gets_every_line_as_it_is_and_does_not_hold_the_watch_up(tmp_path, monkeypatch):
-    server = Server(lambda path: {})
-    journal = Journal(tmp_path, "nano", f"{server.url}/secret")
+def test_the_webhook_gets_every_line_as_it_is(tmp_path, hook):
+    journal = Journal(tmp_path, "nano", f"{hook.url}/secret")
     journal.note('a "quoted" \\ line\nand another')
     journal.close()
-    assert server.posted == [{"text": 'nano: a "quoted" \\ line and another'}]
-    server.close()
+    assert hook.posted == [{"text": 'nano: a "quoted" \\ line and another'}]
+
+
+def test_a_webhook_that_is_silent_does_not_hold_the_watch_up(tmp_path, hook, monkeypatch):
     silent = threading.Event()
-    slow = Server(lambda path: {})
-    slow.server.process_request = lambda *_: silent.wait(20)  # it accepts and never answers
+    hook.process_request = lambda *_: silent.wait(20)  # it accepts and never answers
     monkeypatch.setattr(threading.Thread, "start", lambda thread: exec("raise RuntimeError"))
-    Journal(tmp_path, "nano", slow.url).note("no process is left for the webhook")
+    Journal(tmp_path, "nano", hook.url).note("no process is left for the webhook")
     monkeypatch.undo()
     started = time.monotonic()
-    Journal(tmp_path, "nano", slow.url).note("x")
+    Journal(tmp_path, "nano", hook.url).note("x")
     assert time.monotonic() - started < 10  # curl gives up after 10 s
     silent.set()
-    slow.close()
 
 
 def test_a_zone_that_the_table_does_not_know_counts_at_the_dearest_price_and_that_is_said(tmp_path):
