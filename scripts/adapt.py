@@ -17,6 +17,7 @@ import shlex
 import shutil
 import time
 from dataclasses import asdict, dataclass, replace
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -47,6 +48,7 @@ from scripts.prepare_data import choose_held_out
 
 HELD_OUT = 0.1  # of the project's text
 HELD_OUT_CHARS = 200_000  # at most: evaluations read all of it, because the beginnings of files are mostly licences
+SAMPLED_TEXTS = 200  # of the project, whose tokens are counted
 EVAL_TOKENS = 2**17  # of the project and the old data together
 EVALUATIONS = 4
 MOST_LOSS = 1.03  # of the old text's bits per byte, × those before
@@ -125,10 +127,12 @@ def batch_of(flags, meta):
 def count_steps(flags, meta, own, tokenizer):
     """Returns the steps of the training, half of whose tokens are of the project, and the tokens of an evaluation. own:
     the Shards of the project."""
-    from nanochat.data.mixture import MixtureSource, tokens_in
     from nanochat.train.describe import seconds_of_row
     tokens, row = batch_of(flags, meta)
-    steps_per_epoch = tokens_in(MixtureSource("own", "", shards=own), tokenizer) / (tokens / 2)
+    sample = list(islice(whole_texts(own), SAMPLED_TEXTS))
+    of_sample = sum(map(len, tokenizer.encode_documents(sample)))
+    own_tokens = of_sample * sum(shard.num_documents for shard in own) / max(1, len(sample))
+    steps_per_epoch = own_tokens / (tokens / 2)
     steps = flags.epochs * steps_per_epoch
     time = ""
     eval_tokens = EVAL_TOKENS

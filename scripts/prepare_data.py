@@ -1,8 +1,8 @@
 """Makes a corpus of C and C++: parquet shards of some projects for training, and of others for validation.
 
     python3 -m scripts.prepare_data --installed_headers
-    python3 -m scripts.prepare_data --debian_source=fmtlib,abseil,re2 --source=~/src/my_project,foo-1.2.tar.xz
-    python3 -m scripts.prepare_data --source=the-stack/data/cpp --where='max_stars_count >= 10' --filters=all
+    python3 -m scripts.prepare_data --projects_dir=~/src --source=~/my_project,foo-1.2.tar.xz
+    python3 -m scripts.prepare_data --source=the-stack/data/cpp --filters=all
 
 It may be killed at any time: the same command resumes and makes the same shards, byte for byte.
 """
@@ -27,8 +27,7 @@ from nanochat.common import (
     run_script,
     say,
 )
-from nanochat.corpus.build import CorpusFlags, Excluded, names, prepare
-from nanochat.corpus.debian import check_names, debian_sources
+from nanochat.corpus.build import CorpusFlags, names, prepare
 from nanochat.corpus.hub_copies import fetch
 from nanochat.corpus.manifest import MANIFEST, TRAIN_DIR, VAL_DIR
 from nanochat.corpus.ray_cluster import find_address, ray_cluster
@@ -44,7 +43,7 @@ from nanochat.corpus.tables import open_table, pieces
 from nanochat.corpus.workers import worker_pool
 from nanochat.data.hub_files import on_hub, pinned
 from nanochat.data.storage import data_place
-from nanochat.judge.problems import digest, read_problems
+from nanochat.judge.problems import read_problems
 
 LOCK_FILE = ".prepare_data.lock"
 
@@ -61,10 +60,8 @@ class SourceFlags:
                         "also hf://datasets/ORG/NAME/PATH, separated by commas", of=paths)
     text_column: str | None = flag(None, "column of the tables' text; default: text, content, code, contents or "
                                    "source_code", of=not_empty)
-    where: str = flag("", "which rows of the tables, such as 'score >= 3 and language == \"C++\"'", of=not_empty)
     projects_dir: Path | None = flag(None, "every subdirectory and tarball of this directory is a project",
                                      of=expand_path)
-    debian_source: list = flag((), "names of source packages of Debian or Ubuntu, separated by commas", of=names)
     installed_headers: bool = flag(False, "the headers that pyarrow and torch install")
 
 
@@ -82,26 +79,22 @@ class PlaceFlags:
                                    "$RAY_ADDRESS")
 
 
-def find_sources(flags, eval_only, cache_dir):
+def find_sources(flags, cache_dir):
     """Returns all Sources that the SourceFlags name, in an order independent of the flags' order."""
-    check_names(flags.debian_source, eval_only=eval_only)
     sources = open_projects(flags.projects_dir) if flags.projects_dir else []
     for name in flags.source:
         origin = pinned(name) if on_hub(name) else ""
         path = fetch(origin, require_writable_dir(cache_dir / "hub")) if origin else expand_path(name)
-        table = open_table(path, flags.text_column, flags.where)
+        table = open_table(path, flags.text_column)
         sources.append(replace(table or replace(open_source(path), is_own=True), origin=origin))
-    if (flags.text_column or flags.where) and not any(source.table for source in sources):
-        raise BadInput("--text_column and --where are for tables: name parquet or JSON Lines with --source, too")
+    if flags.text_column and not any(source.columns for source in sources):
+        raise BadInput("--text_column is for tables: name parquet or JSON Lines with --source, too")
     sources = list(chain.from_iterable(map(pieces, distinguish(sources))))
     if flags.installed_headers:
         sources += installed_headers()
-    if flags.debian_source:
-        sources += debian_sources(flags.debian_source, require_writable_dir(cache_dir / "debian"))
     if not sources:
-        raise BadInput("no sources: name some with --source, --projects_dir, --debian_source or --installed_headers")
-    return sorted(sources, key=lambda source: (source.label, source.directory, source.archives, source.files,
-                                               source.table.row_groups if source.table else ()))
+        raise BadInput("no sources: name some with --source, --projects_dir or --installed_headers")
+    return sorted(sources, key=lambda source: (source.label, source.directory, source.archive, source.files))
 
 
 def choose_held_out(sizes, budget):
@@ -121,7 +114,7 @@ def hold_out_files(sources, flags):
     validate, it becomes two: its files to train on, and those that are held out."""
     source = sources[0]
     files = [file for file in source.files if file.lower().endswith(SUFFIXES)]
-    if len(sources) > 1 or source.table or flags.eval_only or flags.val_projects or len(files) < 2:
+    if len(sources) > 1 or source.columns or flags.eval_only or flags.val_projects or len(files) < 2:
         return sources, flags
     sizes = {file: os.path.getsize(os.path.join(source.directory, file)) for file in files}
     held_out = set(choose_held_out(sizes, flags.val_fraction * sum(sizes.values())))
@@ -142,7 +135,7 @@ def check_apart(sources, flags, out_dir):
     around = []
     for source in sources:
         directory = Path(source.directory)
-        if source.table and directory in named and directory in lock_file.parents:
+        if source.columns and directory in named and directory in lock_file.parents:
             around.append(directory)
         if source.directory and os.path.relpath(lock_file, directory) in source.files:
             around.append(directory)
@@ -166,20 +159,21 @@ def choose_engine(places, task_bytes):
 def main(argv=None):
     sources, flags, places = read_flags(argv, __doc__, {
         SourceFlags: "sources, in any combination", CorpusFlags: "the corpus", PlaceFlags: "directories and processes"},
-        gone={"ray_open": "a Ray cluster without a token gets a warning: leave it out"})
+        gone={"ray_open": "a Ray cluster without a token gets a warning: leave it out",
+              "debian_source": "get packages with apt-get source, and name their folder with --projects_dir",
+              "where": "choose the rows beforehand, as docs/data.md shows"})
     if flags.eval_only and flags.val_projects:
         raise BadInput("--val_projects and --eval_only exclude each other: an evaluation corpus has no training part")
-    problems = []
+    excluded = []
     for name in flags.exclude_problems:
-        problems += read_problems(name, "--exclude_problems")
-    excluded = Excluded(tuple(problem.prompt for problem in problems), digest(problems))
+        excluded += [problem.prompt for problem in read_problems(name, "--exclude_problems")]
     out_dir = require_writable_dir(places.out_dir or get_base_dir() / "parquet").absolute()  # for nodes of a cluster
     cache_dir = (places.cache_dir or get_base_dir() / "downloads").absolute()
     engine = choose_engine(places, flags.task_bytes)
     busy = f"another prepare_data is writing to {out_dir}: wait for it or choose another --out_dir"
     try:
         with locked(out_dir / LOCK_FILE, busy):
-            found = find_sources(sources, flags.eval_only, cache_dir)
+            found = find_sources(sources, cache_dir)
             check_apart(found, sources, out_dir)
             found, flags = hold_out_files(found, flags)
             prepare(found, flags, excluded, engine, out_dir)

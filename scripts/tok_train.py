@@ -2,14 +2,13 @@
 
     python3 -m scripts.tok_train --data_dir=corpus/base_data_v3 --out_dir=my_tokenizer
 
-The shards may also have the columns source and licence. The same data and flags give the same files.
-tokenizer/README.md has the commands that made the shipped tokenizer. llama.cpp cannot split text as that one does; this
-makes one of the same tokens that it can use:
+The shards may also have a column source. The same data and flags give the same files. llama.cpp cannot split text as
+the result does; this makes one of the same tokens that it can use:
 
     python3 -m scripts.tok_train --tokens_of=tokenizer --llama_cpp --out_dir=my_tokenizer
 """
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +17,6 @@ from tqdm import tqdm
 
 from nanochat.checkpoint.on_disk import SUMS, sums_text
 from nanochat.common import BadInput, expand_path, flag, get_base_dir, read_flags, require_writable_dir, run_script
-from nanochat.data.hub_tokenizer import sample_of_characters
 from nanochat.data.shards import TextFlags, open_text, read_columns
 from nanochat.data.tokenizer import Tokenizer, load_tokenizer
 from nanochat.data.tokenizer_files import LLAMA_CPP_PATTERN, SPECIAL_TOKENS
@@ -47,71 +45,42 @@ class Flags(TextFlags):
                            at_most=2**24)
     max_bytes: int = flag(2_000_000_000, "bytes of text to train on, at most", at_least=1)
     max_bytes_per_source: int = flag(40_000_000, "bytes of text of one source, at most", at_least=1)
-    pattern: str = flag(PATTERN, "regular expression that splits text into pieces")
     llama_cpp: bool = flag(False, "the finished tokenizer splits text as llama.cpp can: 1.05 × as many tokens, and a "
                            "model of --arch=llama that is trained with it becomes a *.gguf")
     tokens_of: Path | None = flag(None, "take the tokens of the tokenizer in this folder, and train none",
                                   of=expand_path)
 
 
-class Usage:
-    """Counts the training text by source."""
-
-    def __init__(self):
-        self.nbytes = Counter()
-        self.licences = defaultdict(Counter)  # {source: {licence: number of documents}}
-
-    def table(self):
-        """Returns tab-separated lines: source, documents, bytes, and the licences with their numbers of documents."""
-        lines = ["source\tdocuments\tbytes\tlicences\n"]
-        for source in sorted(self.nbytes):
-            licences = sorted(self.licences[source].items(), key=lambda item: (-item[1], item[0]))
-            listed = "; ".join(f"{licence} ({count})" for licence, count in licences)
-            lines.append(f"{source}\t{self.licences[source].total()}\t{self.nbytes[source]}\t{listed}\n")
-        return "".join(lines)
-
-
-def choose_texts(shards, max_bytes, max_bytes_per_source, usage):
-    """Yields the texts of the shards in their order, within the limits on bytes in total and per source."""
+def choose_texts(shards, max_bytes, max_bytes_per_source, nbytes):
+    """Yields the texts of the shards in their order, within the limits on bytes in total and per source. nbytes: a
+    Counter, which gets the bytes of each source."""
     total = 0
     bar = tqdm(shards, desc="counting pieces", unit="shard", disable=None)  # None: only on a terminal
     for shard in bar:
-        for text, source, licence in read_columns(shard, "source", "licence"):
+        for text, source in read_columns(shard, "source"):
             # A text that exceeds the limit of its source is skipped, and the next one may fit; the total limit ends the
             # reading.
-            if usage.nbytes[source] + len(text) > max_bytes_per_source:
+            if nbytes[source] + len(text) > max_bytes_per_source:
                 continue
             if total + len(text) > max_bytes:
                 return
             total += len(text)
-            usage.nbytes[source] += len(text)
-            usage.licences[source][licence] += 1
+            nbytes[source] += len(text)
             yield text.decode("utf-8", "replace")
         if bar.disable:
             print(f"counting pieces: {shard.file.name} read, {total / 1e6:.0f} MB so far", flush=True)
 
 
-def check_pattern(pattern):
-    """Raises BadInput unless a tokenizer with this split pattern is lossless."""
-    try:
-        bytes_only = Tokenizer({bytes([byte]): byte for byte in range(256)}, pattern, {"<|bos|>": 256})
-    except ValueError as error:
-        raise BadInput(f"--pattern={pattern} is not a regular expression for pieces of text ({error})") from None
-    text = sample_of_characters(1)
-    if bytes_only.decode(bytes_only.encode(text)) != text:
-        raise BadInput(f"--pattern={pattern} leaves out some characters: every character must be in a piece")
-
-
-def train(flags, usage):
-    """Returns {bytes: rank} of tokens that the text of the flags makes. usage: counts that text. Raises BadInput."""
+def train(flags, nbytes):
+    """Returns {bytes: rank} of tokens that the text of the flags makes. nbytes: see choose_texts. Raises BadInput."""
     trainer = rustbpe.Tokenizer()
     n_merged = flags.vocab_size - len(SPECIAL_TOKENS)
-    texts = choose_texts(open_text(flags), flags.max_bytes, flags.max_bytes_per_source, usage)
-    trainer.train_from_iterator(texts, n_merged, buffer_size=1024, pattern=flags.pattern)
+    texts = choose_texts(open_text(flags), flags.max_bytes, flags.max_bytes_per_source, nbytes)
+    trainer.train_from_iterator(texts, n_merged, buffer_size=1024, pattern=PATTERN)
     # A token's rank is the order of its merge; special tokens come after all of them.
     ranks = {bytes(token): rank for token, rank in trainer.get_mergeable_ranks()}
     if len(ranks) < n_merged:
-        raise BadInput(f"{usage.nbytes.total() / 1e6:.1f} MB of text make {len(ranks) + len(SPECIAL_TOKENS)} tokens, "
+        raise BadInput(f"{nbytes.total() / 1e6:.1f} MB of text make {len(ranks) + len(SPECIAL_TOKENS)} tokens, "
                        f"not --vocab_size={flags.vocab_size}: choose fewer, or give more text")
     return ranks
 
@@ -131,25 +100,15 @@ def main(argv=None):
     if there := sorted(path.name for path in out_dir.glob("[!.]*")):
         raise BadInput(f"{out_dir} is not empty (it holds {there[0]}{' …' if there[1:] else ''}), and checkpoints may "
                        "need a tokenizer in it: name another --out_dir")
-    check_pattern(flags.pattern)
-    ranks = read_tokens(flags.tokens_of) if flags.tokens_of else None
-    if not ranks:
-        open_text(flags)  # raises BadInput
-    is_new = not out_dir.exists()
     require_writable_dir(out_dir)
-    if is_new:  # the text may still be refused
-        out_dir.rmdir()
-
-    usage = Usage()
+    nbytes = Counter()
     started = time.monotonic()
-    ranks = ranks or train(flags, usage)
-    pattern = LLAMA_CPP_PATTERN if flags.llama_cpp else flags.pattern
+    ranks = read_tokens(flags.tokens_of) if flags.tokens_of else train(flags, nbytes)
+    pattern = LLAMA_CPP_PATTERN if flags.llama_cpp else PATTERN
     tokenizer = Tokenizer(ranks, pattern, {name: len(ranks) + i for i, name in enumerate(SPECIAL_TOKENS)})
-    tokenizer.save(require_writable_dir(out_dir))
-    if usage.nbytes:
-        (out_dir / "sources.tsv").write_text(usage.table(), encoding="utf-8")
+    tokenizer.save(out_dir)
     (out_dir / SUMS).write_text(sums_text(sorted(out_dir.glob("[!.]*"))))
-    origin = flags.tokens_of or f"{usage.nbytes.total() / 1e6:.1f} MB of {len(usage.nbytes)} sources"
+    origin = flags.tokens_of or f"{nbytes.total() / 1e6:.1f} MB of {len(nbytes)} sources"
     print(f"{out_dir}: {tokenizer.n_vocab} tokens from {origin} in {time.monotonic() - started:.0f} s; sha256 "
           f"{tokenizer.sha256}")
 

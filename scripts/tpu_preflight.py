@@ -34,7 +34,7 @@ def main(argv=None):
     tokenizer = run_tokenizer(flags)
     plan = make_plan(flags, tokenizer.n_vocab, "tpu", own.tpu_slice.chips)
     checks = find_checks(own.measured, plan, own.tpu_slice)
-    for line in (*describe_plan(plan, tokenizer), *mixture_lines(flags.data, plan, tokenizer)):
+    for line in (*describe_plan(plan, tokenizer), *mixture_lines(flags.data, plan)):
         say(line)
     programs, traced = trace_run(flags, own.tpu_slice.chips)
     settled = flags.settled(programs.plan.config).as_dict()

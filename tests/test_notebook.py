@@ -52,7 +52,7 @@ def test_the_notebook_is_small_has_no_output_and_no_logic():
 def test_every_command_of_the_notebook_is_accepted_by_its_parser(tmp_path, site):
     """bash runs the cells; in place of the programs it finds one that notes how it was called."""
     (tmp_path / "bin").mkdir()
-    for name in ("python3", "pip", "uv", "git", "cp", "free"):
+    for name in ("python3", "pip", "uv", "git", "cp", "mv", "free"):
         (tmp_path / "bin" / name).write_text(STUB if name == "python3" else "#!/bin/sh\n")
         (tmp_path / "bin" / name).chmod(0o755)
     env = {**os.environ, "CALLS": str(tmp_path / "calls"), "PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin"}
@@ -116,7 +116,7 @@ def test_the_notebook_runs_and_a_new_session_goes_on_from_the_newest_checkpoint(
 def with_settings(source, num_iterations):
     """Returns the cell of settings with lines at its end for a small model on this machine."""
     headers = pa.get_include()
-    lines = f"""ACCELERATOR=v5e-1 CORPUS="--source={headers}/arrow,{headers}/parquet --val_projects=parquet"
+    lines = f"""ACCELERATOR=v5e-1 PROJECTS= CORPUS="--source={headers}/arrow,{headers}/parquet --val_projects=parquet"
 MODEL="--depth=1 --model_dim=128 --num_heads=1 --max_seq_len=128 --device_batch_size=1 --total_batch_size=256"
 MODEL="$MODEL --device_type=xla --log_every=1"
 HORIZON="--num_iterations={num_iterations} --eval_tokens=2048"

@@ -71,7 +71,6 @@ class Uploader:
         self._state = MirrorState.read(run_dir)
         self._waiting = None  # the path of the newest checkpoint, while it is not in the mirror
         self._copying = None  # the path of the one that is on its way there
-        self._has_skipped = False  # a checkpoint, because the copies take too long, which was said
         self._refused = None  # the last one that the mirror has refused for good
         self._first_retry_s = self._retry_s = first_retry_s
         self._is_over = False
@@ -84,11 +83,6 @@ class Uploader:
         waiting one."""
         with self._condition:
             self._state.saved(path.name)
-            is_slow = self._copying and self._waiting not in (self._copying, path) and not self._state.error
-            if is_slow and not self._has_skipped:
-                self._has_skipped = True
-                say(f"warning: {self._waiting.name} does not go to {self._mirror.url}, because {self._copying.name} is "
-                    "still on its way: give a larger --save_every, or a faster mirror")
             if self._state.behind_since:
                 self._waiting = path
             self._note()

@@ -41,16 +41,10 @@ class CorpusFlags:
         return 600_000_000 + 6 * max(self.shard_bytes, self.max_file_bytes)
 
 
-@dataclass(frozen=True)
-class Excluded:
-    """Texts of which no document may contain a part."""
-    texts: tuple = ()
-    digest: str | None = None  # hash of them
-
-
 def prepare(sources, flags, excluded, engine, out_dir):
-    """Makes the corpus, or resumes making it; does nothing if `out_dir` already holds it. flags: CorpusFlags.
-    engine: a context manager of run(function, calls, done), as worker_pool."""
+    """Makes the corpus, or resumes making it; does nothing if `out_dir` already holds it. flags: CorpusFlags. excluded:
+    texts of which no document may contain a part. engine: a context manager of run(function, calls, done), as
+    worker_pool."""
     identity = identity_of(sources, flags, excluded)
     work_dir = out_dir / ".work"
     staging = work_dir / identity
@@ -81,14 +75,14 @@ def identity_of(sources, flags, excluded):
     own = () if flags.eval_only or flags.val_projects else own_projects(sources)  # they limit only the choice
     # "file" is what a document is: earlier versions could make it of several files.
     recipe = [flags.seed, flags.max_file_bytes, flags.val_fraction, list(flags.val_projects), flags.eval_only,
-              flags.shard_bytes, excluded.digest, "file", sorted(own), flags.filters, flags.licences]
+              flags.shard_bytes, excluded, "file", sorted(own), flags.filters, flags.licences]
     identity = json.dumps([RECIPE, recipe, [source.identity() for source in sources]])
     return hashlib.blake2b(identity.encode(), digest_size=12).hexdigest()
 
 
 def build(sources, flags, excluded, run, staging):
     """Makes the shards in `staging` and returns the manifest, a dict."""
-    folders, stats = scan_all(sources, flags, telling_sequences(excluded.texts), staging / "scans", run)
+    folders, stats = scan_all(sources, flags, telling_sequences(excluded), staging / "scans", run)
     val_projects = split_projects(sources, stats, flags)
     is_val = np.array([source.project in val_projects for source in sources])
     index, sides = unique_documents(folders, stats, is_val, flags)
@@ -115,7 +109,7 @@ def check_validation(sources, flags):
 
 def validation_candidates(projects, sources):
     """Returns those of `projects` that may be held out unasked. Raises BadInput if none may, and there is no table."""
-    tables = {source.project for source in sources if source.table}
+    tables = table_projects(sources)
     # Training would see nothing of a project that is held out, so never one of the user's own.
     candidates = projects - own_projects(sources) - tables
     if not tables and (not candidates or len(projects) == 1):
@@ -126,6 +120,10 @@ def validation_candidates(projects, sources):
 
 def own_projects(sources):
     return {source.project for source in sources if source.is_own}
+
+
+def table_projects(sources):
+    return {source.project for source in sources if source.columns}
 
 
 def total_bytes(sources):
@@ -159,7 +157,7 @@ def scan_all(sources, flags, excluded, scans, run):
     stats = [None] * len(sources)
     # Largest first, so that no worker reads a large source at the end while the others are idle.
     largest_first = sorted(range(len(sources)), key=lambda i: -sources[i].nbytes)
-    with Progress(f"reading {counted(len(sources), 'source')}", total_bytes(sources)) as bar:
+    with Progress("reading the sources", total_bytes(sources)) as bar:
         def done(number, found):
             i = largest_first[number]
             require_seen(folders[i] / STATS)
@@ -186,7 +184,7 @@ def split_projects(sources, stats, flags):
     if flags.val_projects:
         return set(flags.val_projects)
     candidates = validation_candidates(set(bytes_by_project), sources)
-    tables = {source.project for source in sources if source.table}
+    tables = table_projects(sources)
     if tables:
         say(f"held out for validation, not trained on: {flags.val_fraction:.1%} of the projects or paths "
             f"of {', '.join(sorted(tables))}")

@@ -3,10 +3,8 @@ import json
 import os
 from collections import Counter
 from dataclasses import asdict
-from pathlib import Path
 
 from nanochat.common import BadInput, counted, say
-from nanochat.corpus import corpus
 
 TRAIN_DIR = "base_data_v3"
 VAL_DIR = "val"
@@ -21,18 +19,18 @@ def make_manifest(flags, sources, stats, val_projects, totals):
         entry = {"name": source.name, "version": source.version, "project": source.project, "side": side}
         if source.origin:
             entry["origin"] = source.origin
-        if source.table:
-            entry |= {"columns": dict(source.table.columns), "where": source.table.where}
-        place = (source.name, source.directory) if source.table else source
+        if source.columns:
+            entry["columns"] = dict(source.columns)
+        place = (source.name, source.directory) if source.columns else source
         before = entries.get(place, {})
         for name, value in stat.items():
-            entry[name] = add(before[name], value) if name in before else value
+            entry[name] = _sum(before[name], value) if name in before else value
         entries[place] = entry
     return {"flags": {**asdict(flags), "val_projects": list(flags.val_projects)}, "val_projects": sorted(val_projects),
             "totals": totals, "dropped": dict(all_dropped(stats)), "sources": list(entries.values())}
 
 
-def add(one, other):
+def _sum(one, other):
     """Returns the sum of two numbers, or of two dicts of numbers."""
     return dict(Counter(one) + Counter(other)) if isinstance(one, dict) else one + other
 
@@ -57,37 +55,19 @@ def publish(staging, out_dir):
 
 
 def holds(out_dir, identity):
-    """Returns whether `out_dir` holds the corpus of this identity. Raises BadInput if a part of it is missing."""
-    manifest = read_manifest(out_dir)
-    if manifest.get("identity") != identity:
-        return False
-    there = {str(path.relative_to(out_dir)): corpus.describe_shard(path)
-             for path in out_dir.glob("*/shard_*.parquet")}
-    missing = [name for name, description in manifest["shards"].items() if there.get(name) != description]
-    if not missing:
-        return True
-    # If both folders are empty, the shards were moved away on purpose: the corpus is made again.
-    if any(map(Path.is_file, [*out_dir.glob(f"{TRAIN_DIR}/*"), *out_dir.glob(f"{VAL_DIR}/*")])):
-        more = " …" if len(missing) > 3 else ""
-        raise BadInput(f"{out_dir} holds this corpus, but {len(missing)} of its shards are missing or damaged "
-                       f"({', '.join(missing[:3])}{more}): move {TRAIN_DIR}/ and {VAL_DIR}/ away and run the same "
-                       "command again, which makes them")
-    return False
-
-
-def read_manifest(out_dir):
-    """Returns the manifest in `out_dir`, or {} if there is none. Raises BadInput if it is damaged."""
-    path = Path(out_dir) / MANIFEST
+    """Returns whether `out_dir` holds the corpus of this identity, with all shards."""
+    path = out_dir / MANIFEST
     try:
         manifest = json.loads(path.read_text())
-        if isinstance(manifest, dict) and {"identity", "totals", "shards"} <= manifest.keys():
-            return manifest
-        reason = "another program's"
+        sizes = {name: shard["bytes"] for name, shard in manifest["shards"].items()}
+        is_same = manifest["identity"] == identity
     except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        reason = str(error)
-    raise BadInput(f"{path} is not a manifest of this script ({reason}): move it away, or choose another --out_dir")
+        return False
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise BadInput(f"{path} is not a manifest of this script ({error}): move it away, or choose another "
+                       "--out_dir") from None
+    there = {str(shard.relative_to(out_dir)): shard.stat().st_size for shard in out_dir.glob("*/shard_*.parquet")}
+    return is_same and sizes.items() <= there.items()
 
 
 def check_out_dir(out_dir):
@@ -98,12 +78,11 @@ def check_out_dir(out_dir):
             what = "a symbolic link" if path.is_symlink() else "not a directory"
             raise BadInput(f"{path} is {what}: move it away, or choose another --out_dir")
         if path.exists() and any(path.iterdir()):
-            raise BadInput(f"{path} holds other data: move it away, or choose another --out_dir")
+            raise BadInput(f"{path} holds other data, or not all of this: move it away, or choose another --out_dir")
 
 
 def report(manifest, out_dir):
-    print(f"read {sum(source['files'] for source in manifest['sources'])} files of "
-          f"{counted(len(manifest['sources']), 'source')}; dropped {counts(manifest['dropped'])}")
+    print(f"read {sum(source['files'] for source in manifest['sources'])} files; dropped {counts(manifest['dropped'])}")
     for name, total in manifest["totals"].items():
         print(f"{out_dir / name}: {total['documents']} documents, {total['bytes'] / 1e6:.1f} MB of text, "
               f"{counted(total['shards'], 'shard')}")

@@ -5,16 +5,15 @@ import re
 from collections import Counter
 
 from nanochat.common import SUFFIXES
-from nanochat.corpus.archives import MAX_LICENCE_BYTES
 from nanochat.corpus.duplicates import bands, signature
 from nanochat.corpus.filters import EMAILS, SECRETS, has_secret, is_permissive, replace_emails
 from nanochat.corpus.runs import key_of, write_run
-from nanochat.corpus.sources import LICENCE_FILE, check_sums, check_unchanged, iter_files, readable
+from nanochat.corpus.sources import LICENCE_FILE, check_unchanged, iter_files, readable
 from nanochat.corpus.tables import Row, iter_rows
 from nanochat.corpus.workers import whole_file
 
 # To be increased when a change to this file or to corpus.py makes another corpus from the same files, or other runs.
-RECIPE = 3
+RECIPE = 4
 HELD_OUT = "_val.parquet"  # end of the names of runs of held-out documents
 STATS = "stats.json"  # beside the runs of a source, once all are written
 RUN_BYTES = 32_000_000
@@ -36,17 +35,14 @@ _POINTER = re.compile(rb"version https://git-lfs\.github\.com/spec/|[\w./+-]+\.[
 
 
 def clean(path, data):
-    """Returns (text, note): the bytes of the file as UTF-8 and "" or "recoded", or None and the reason for dropping it.
-    """
+    """Returns (text, reason): the bytes of the file as UTF-8 and "", or None and the reason for dropping it."""
     # UTF-16 with a byte order mark is recoded. So is invalid UTF-8 with at most 1% of non-ASCII bytes, which is usually
     # a name or two in Windows-1252 or Latin-1; other invalid UTF-8 is dropped, because its encoding is unknown.
-    note = ""
     if data[:2] in (b"\xff\xfe", b"\xfe\xff"):
         try:
             data = data.decode("utf-16").encode()
         except UnicodeError:
             return None, "binary"
-        note = "recoded"
     data = data.removeprefix(b"\xef\xbb\xbf")
     if b"\0" in data or len(data.translate(None, _CONTROL)) < 0.99 * len(data):
         return None, "binary"
@@ -59,7 +55,6 @@ def clean(path, data):
             data = data.decode("cp1252").encode()
         except UnicodeDecodeError:  # Windows-1252 leaves five bytes undefined
             data = data.decode("latin-1").encode()
-        note = "recoded"
     visible = len(data.translate(None, b" \t\r\n\f"))
     if not visible:
         return None, "empty"
@@ -72,7 +67,7 @@ def clean(path, data):
     lines = data.split(b"\n")
     if len(data) > 200 * len(lines) or max(map(len, lines)) > 5000:
         return None, "minified"
-    return data, note
+    return data, ""
 
 
 # Text that must not be trained on, such as the prompts of test problems
@@ -110,6 +105,7 @@ def overlaps(data, excluded):
 
 # Licences
 
+MAX_LICENCE_BYTES = 16 << 20  # longer files are no licences
 _SPDX = re.compile(rb"SPDX-License-Identifier:[ \t]*([\w.+-]+(?: (?:AND|OR|WITH) [\w.+-]+)*)")
 # Debian's short names of licences, and the phrases by which their texts are recognised. The phrase that comes first in
 # a text decides; of two that begin at the same character, the one that comes first in this list.
@@ -131,49 +127,21 @@ _LICENCE_PHRASES = [(name, re.compile(phrase, re.IGNORECASE)) for name, phrase i
 ]]
 
 
-def licence_finder(source):
-    """Returns a function that maps the path of a file to the short name of its licence, or to "unknown". If the licence
-    of the source is not known, the first LICENSE or COPYING at the top level, or debian/copyright, says it. Raises
-    BadInput if that file cannot be read."""
-    rules = [("*", source.licence or "unknown")]
-    if not source.licence:
-        for path, nbytes, read in iter_files(source):
-            if LICENCE_FILE.fullmatch(path) and nbytes <= MAX_LICENCE_BYTES:
-                with readable():
-                    rules += _licence_rules(read().decode("utf-8", "replace"))
-                break
-    # The last rule that matches applies. Plain paths are looked up: boost has 39,000, and 173 rules with wildcards.
-    last_rule = {glob: order for order, (glob, _) in enumerate(rules)}
-    wildcards = []
-    for glob, order in last_rule.items():
-        if "*" in glob or "?" in glob:
-            pattern = re.escape(glob).replace(r"\*", ".*").replace(r"\?", ".")
-            wildcards.append((order, re.compile(pattern, re.DOTALL)))
-    wildcards.sort(key=lambda wildcard: -wildcard[0])
-
-    def licence_of(path):
-        # The wildcards are in falling order, so the first that matches is the last rule that does. Rule 0, "*", matches
-        # every path.
-        order = next(order for order, pattern in wildcards if pattern.fullmatch(path))
-        return rules[max(order, last_rule.get(path, 0))][1]
-    return licence_of
-
-
-def _licence_rules(text):
-    """Returns [(path with wildcards, short name)] for a licence text or a machine-readable debian/copyright."""
-    rules = []
-    for paragraph in re.split(r"\n\s*\n", text):
-        fields = dict(re.findall(r"^(Files|License):[ \t]*(.*(?:\n[ \t].*)*)", paragraph, re.MULTILINE))
-        if "Files" in fields and fields.get("License", "").strip():
-            licence = fields["License"].splitlines()[0].strip()
-            rules += [(glob, licence) for glob in fields["Files"].split()]
-    if rules:
-        return rules
-    found = []
-    for order, (name, phrase) in enumerate(_LICENCE_PHRASES):
-        if match := phrase.search(text):
-            found.append((match.start(), order, name))
-    return [("*", name) for _, _, name in sorted(found)[:1]]
+def licence_of(source):
+    """Returns the short name of the licence of a source, or "unknown". If it is not known, the first LICENSE or COPYING
+    at the top level says it. Raises BadInput if that file cannot be read."""
+    if source.licence:
+        return source.licence
+    for path, nbytes, read in iter_files(source):
+        if LICENCE_FILE.fullmatch(path) and nbytes <= MAX_LICENCE_BYTES:
+            with readable():
+                text = read().decode("utf-8", "replace")
+            found = []
+            for order, (name, phrase) in enumerate(_LICENCE_PHRASES):
+                if match := phrase.search(text):
+                    found.append((match.start(), order, name))
+            return min(found)[2] if found else "unknown"
+    return "unknown"
 
 
 # Runs
@@ -184,13 +152,12 @@ def scan(source, folder, flags, excluded):
     CorpusFlags. excluded: sequences of words that no document has.
 
     Besides run_*.parquet, and run_*_val.parquet for held-out documents of a table, the folder holds the statistics, a
-    dict: the numbers of files, of documents and bytes kept, of files dropped for each reason, of documents under each
-    licence, and of the held-out ones among them. Raises BadInput if the source cannot be read.
+    dict: the numbers of files, of documents and bytes kept, of files dropped for each reason, and of documents under
+    each licence. Raises BadInput if the source cannot be read.
     """
     finished = folder / STATS
     if not finished.exists():
         check_unchanged(source)
-        check_sums(source)
         folder.mkdir(parents=True, exist_ok=True)
         found = _Scan(source, folder, flags, excluded)
         for row in rows_of(source):
@@ -205,7 +172,7 @@ def scan(source, folder, flags, excluded):
 
 def rows_of(source):
     """Yields the Rows of a source: of its files, or of its table."""
-    if source.table:
+    if source.columns:
         yield from iter_rows(source)
         return
     for path, nbytes, read in iter_files(source):
@@ -219,12 +186,12 @@ def select(row, max_file_bytes, excluded):
     if row.nbytes > max_file_bytes:
         return None, "over_long"
     try:
-        text, note = clean(row.path, row.read())
+        text, reason = clean(row.path, row.read())
     except OSError:
         return None, "unreadable"
     if text is not None and overlaps(text, excluded):
         return None, "overlaps_problem"
-    return text, note
+    return text, reason
 
 
 class _Scan:
@@ -235,31 +202,25 @@ class _Scan:
         self.folder = folder
         self.flags = flags
         self.excluded = excluded
-        self.licence_of = (lambda path: "unknown") if source.table else licence_finder(source)
-        numbers = ("files", "documents", "bytes", "held_out_documents", "held_out_bytes", "recoded", "emails_replaced",
-                   "runs")
-        self.stats = dict.fromkeys(numbers, 0)
-        self.stats |= {"dropped": Counter(), "licences": Counter(), "held_out_licences": Counter()}
+        self.licence = "unknown" if source.columns else licence_of(source)
+        self.stats = {"files": 0, "documents": 0, "bytes": 0, "runs": 0, "dropped": Counter(), "licences": Counter()}
         self.documents = {".parquet": [], HELD_OUT: []}  # by the end of a run's name
         self.nbytes = 0  # of these
 
     def add(self, row):
         """Adds the document of a Row, or returns the reason for dropping it."""
-        text, note = select(row, self.flags.max_file_bytes, self.excluded)
+        text, reason = select(row, self.flags.max_file_bytes, self.excluded)
         if text is None:
-            return note
-        # What a file says of itself counts more than what its package says of all files.
+            return reason
+        # What a file says of itself counts more than what its project says of all files.
         spdx = _SPDX.search(text, 0, 4096)
-        licence = spdx[1].decode() if spdx else row.licence or self.licence_of(row.path)
+        licence = spdx[1].decode() if spdx else row.licence or self.licence
         if self.flags.licences == "permissive" and not is_permissive(licence):
             return "licence"
         if SECRETS in self.flags.filters and has_secret(text):
             return SECRETS
-        self.stats["recoded"] += note == "recoded"
         if EMAILS in self.flags.filters:
-            replaced = replace_emails(text)
-            self.stats["emails_replaced"] += replaced != text
-            text = replaced
+            text = replace_emails(text)
         path = os.fsencode(row.path).decode("utf-8", "replace")
         minhash = signature(text)
         self.keep(row.group, {"text": text, "path": path, "source": row.project or self.source.label,
@@ -268,13 +229,8 @@ class _Scan:
         return ""
 
     def keep(self, group, document):
-        end = ".parquet"
-        if self.source.table and self.is_held_out(group.encode() or document["text"]):
-            end = HELD_OUT
-            self.stats["held_out_licences"][document["licence"]] += 1
-            self.stats["held_out_documents"] += 1
-            self.stats["held_out_bytes"] += document["nbytes"]
-        self.documents[end].append(document)
+        is_held_out = self.source.columns and self.is_held_out(group.encode() or document["text"])
+        self.documents[HELD_OUT if is_held_out else ".parquet"].append(document)
         self.stats["licences"][document["licence"]] += 1
         self.stats["documents"] += 1
         self.stats["bytes"] += document["nbytes"]

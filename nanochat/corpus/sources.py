@@ -1,7 +1,7 @@
 """Sources of C and C++ text: directories, git checkouts, tarballs, and the headers of installed packages.
 
-A Source has the name and the version of a project, and lists its files or archives. `iter_files` reads it as a stream.
-debian.py makes Sources of packages.
+A Source has the name and the version of a project, and its archive or a list of its files. `iter_files` reads it as a
+stream.
 """
 import hashlib
 import importlib.metadata
@@ -16,40 +16,29 @@ from functools import partial
 from pathlib import Path
 
 from nanochat.common import SUFFIXES, BadInput, say
-from nanochat.corpus.archives import TARBALL, check_sha256, iter_archive
+from nanochat.corpus.archives import TARBALL, iter_archive
 
-LICENCE_FILE = re.compile(r"(?:licen[cs]e|copying)[^/]*|debian/copyright", re.IGNORECASE)
-
-
-@dataclass(frozen=True)
-class Table:
-    """How the files of a source are read as tables, see tables.py."""
-    columns: tuple[tuple[str, str], ...]  # (role, column), such as ("text", "content")
-    where: str = ""
-    where_columns: tuple[tuple[str, tuple[str, ...]], ...] = ()  # (name in `where`, column and fields in it)
-    partitions: tuple[tuple[str, str | int | None], ...] = ()  # columns that the names of folders hold
-    row_groups: tuple[int, ...] = ()  # to read; () for a file without
+LICENCE_FILE = re.compile(r"(?:licen[cs]e|copying)[^/]*", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class Source:
-    """A project to read: a directory with a list of files in it, or the archives that together make up a package."""
+    """A project to read: a directory with a list of files in it, or an archive."""
     name: str
     version: str = ""
-    licence: str = ""  # if it is known; otherwise licence_finder looks for it among the files
+    licence: str = ""  # if it is known; otherwise scan.licence_of looks for it among the files
     directory: str = ""
     files: tuple[str, ...] = ()
-    archives: tuple[str, ...] = ()
-    nbytes: int = 0  # size of the files or archives on disk
+    archive: str = ""
+    nbytes: int = 0  # size of the files or the archive on disk
     fingerprint: str = ""  # hash of names, sizes and times of change
-    sha256s: tuple[str, ...] = ()  # of the archives, if their package states them
     is_own: bool = False  # named with --source: validation gets its project only if that is named, too
-    table: Table | None = None
+    columns: tuple[tuple[str, str], ...] = ()  # of a table: (role, column), such as ("text", "content"); see tables.py
     origin: str = ""  # the URL with the commit, if it was copied from the Hub
 
     @property
     def label(self):
-        """The value for the column `source`: NAME=VERSION, as apt writes it, or NAME."""
+        """The value for the column `source`: NAME=VERSION or NAME."""
         return f"{self.name}={self.version}" if self.version else self.name
 
     @property
@@ -60,7 +49,7 @@ class Source:
 
     def identity(self):
         """Returns everything that decides the documents of this source, as a dict."""
-        return {name: value for name, value in asdict(self).items() if name not in ("sha256s", "is_own", "origin")}
+        return {name: value for name, value in asdict(self).items() if name not in ("is_own", "origin")}
 
 
 @contextmanager
@@ -100,12 +89,11 @@ def directory_source(name, directory, files, **fields):
                   **fields)
 
 
-def archive_source(name, archives, **fields):
-    """Returns a Source for the paths `archives`; `fields` are further fields of Source."""
-    for archive in archives:
-        _check_readable(archive)
-    nbytes, fingerprint = _fingerprint(archives)
-    return Source(_as_text(name), archives=tuple(map(str, archives)), nbytes=nbytes, fingerprint=fingerprint, **fields)
+def archive_source(path):
+    """Returns a Source for the tarball `path`."""
+    _check_readable(path)
+    nbytes, fingerprint = _fingerprint([path])
+    return Source(_as_text(TARBALL.sub("", path.name)), archive=str(path), nbytes=nbytes, fingerprint=fingerprint)
 
 
 def _as_text(name):
@@ -125,9 +113,9 @@ def open_source(path):
             files, version = found or (list(walk(path)), "")
             return directory_source(path.name or "root", path, files, version=version)
         if path.is_file() and TARBALL.search(path.name):
-            return archive_source(TARBALL.sub("", path.name), [path.parent.resolve() / path.name])
+            return archive_source(path.parent.resolve() / path.name)
     raise BadInput(f"{path} is not a directory, a git checkout or a tarball (.tar, .tar.gz, .bz2, .xz, .zst), nor a "
-                   "file of documents (.parquet, .jsonl, .jsonl.gz, .jsonl.zst, .arrow): check --source")
+                   "file of documents (.parquet, .jsonl, .jsonl.gz, .jsonl.zst): check --source")
 
 
 def open_projects(directory):
@@ -148,13 +136,13 @@ def open_projects(directory):
 def distinguish(sources):
     """Returns the sources with each place once. Sources of one name get the names of the folders too by which they
     differ: /x/lib and /y/lib become the projects x/lib and y/lib."""
-    by_place = {(source.directory, source.files, source.archives): source for source in sources}
+    by_place = {(source.directory, source.files, source.archive): source for source in sources}
     by_name = defaultdict(list)
     for source in by_place.values():
         by_name[source.name].append(source)
     found = []
     for name, same in by_name.items():
-        folders = [Path(source.directory or source.archives[0]).parent for source in same]
+        folders = [Path(source.directory or source.archive).parent for source in same]
         common = os.path.commonpath(folders)
         for source, folder in zip(same, folders, strict=True):
             found.append(replace(source, name=_as_text(str(folder.relative_to(common) / name))))
@@ -272,8 +260,8 @@ def iter_files(source):
         with readable():
             nbytes = path.stat().st_size
         yield file, nbytes, partial(_read_file, path, nbytes)
-    for archive in source.archives:
-        yield from iter_archive(archive)
+    if source.archive:
+        yield from iter_archive(source.archive)
 
 
 def _read_file(path, nbytes):
@@ -281,18 +269,11 @@ def _read_file(path, nbytes):
         return file.read(nbytes)
 
 
-def check_sums(source):
-    """Raises BadInput if an archive of `source` has another SHA-256 than its package states."""
-    for archive, sha256 in zip(source.archives, source.sha256s, strict=False):
-        if sha256:
-            check_sha256(archive, sha256)
-
-
 def check_unchanged(source):
     """Raises BadInput if the files of `source`, as this machine sees them, are not those of its fingerprint."""
-    paths = source.archives or [os.path.join(source.directory, file) for file in source.files]
+    paths = [source.archive] if source.archive else [os.path.join(source.directory, file) for file in source.files]
     with readable():
         if source.fingerprint and _fingerprint(paths)[1] != source.fingerprint:
-            raise BadInput(f"{source.directory or source.archives[0]} has changed since the command began, or another "
+            raise BadInput(f"{source.directory or source.archive} has changed since the command began, or another "
                            "machine of the cluster sees other files there: run the same command again, or put the "
                            "sources where all machines share them")

@@ -1,8 +1,8 @@
-"""Sources that are tables, whose rows are documents: files and folders of parquet, JSON Lines and Arrow streams, as The
-Stack, Spark (Hive) and Hugging Face's datasets lay them out. sources.py has the other kinds.
+"""Sources that are tables, whose rows are documents: files and folders of parquet and JSON Lines, as The Stack, Spark
+and Hugging Face's datasets lay them out. sources.py has the other kinds.
 
-    source = open_table(path, text_column=None, where="score >= 3")     # None if it is a folder of C++
-    for piece in pieces(source):                                         # a task each
+    source = open_table(path)       # None if it is a folder of C++
+    for piece in pieces(source):    # a task each
         for row in iter_rows(piece):
             row.read()
 """
@@ -12,19 +12,16 @@ import os
 import re
 import zlib
 from collections.abc import Callable
-from contextlib import contextmanager, suppress
-from dataclasses import replace
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
-from urllib.parse import unquote
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from nanochat.common import SUFFIXES, BadInput, say
 from nanochat.corpus.archives import unpacked
-from nanochat.corpus.sources import Table, directory_source, readable, walk
-from nanochat.corpus.where import chosen, find_places, type_at, value_at
+from nanochat.corpus.sources import directory_source, readable, walk
 
 # What a column is for, and the names under which public corpora have it: the first that is there counts.
 ROLES = {
@@ -33,10 +30,9 @@ ROLES = {
     "project": ("project", "repo_name", "max_stars_repo_name", "repository_name", "repo", "repository"),
     "licence": ("licence", "license", "licenses", "max_stars_repo_licenses", "detected_licenses"),
     "language": ("language", "lang", "programming_language"),
-    "score": ("score", "int_score", "edu_score", "quality_score"),
 }
 LANGUAGES = {"c", "c++", "cpp", "cuda", "c/c++"}
-KIND = re.compile(r"\.(?:parquet|arrow|(?:jsonl|ndjson|json)(?:\.(?:gz|zst))?)$")
+KIND = re.compile(r"\.(?:parquet|(?:jsonl|ndjson|json)(?:\.(?:gz|zst))?)$")
 _OTHER_KIND = re.compile(r"\.(?:parquet|parq|pq|arrow|feather|jsonl?|ndjson|csv|tsv|orc|avro)(?:\.\w+)?$", re.I)
 _ABOUT = re.compile(r"(?:dataset_infos?|dataset_dict|state)\.json")  # Hugging Face's notes beside the data
 _SURROGATE = re.compile(rb"\\u[dD]|\xed[\xa0-\xbf]")  # perhaps half of a character, which is no Unicode
@@ -44,10 +40,7 @@ _STRINGS = (pa.string(), pa.large_string(), pa.string_view())
 ROWS, BATCH_BYTES = 64, 16 << 20  # that are decoded at a time: fewer rows if they are long
 SAMPLE_ROWS, LINES_BYTES = 100, 4 << 20  # of JSON Lines: to find the columns, and what is parsed at a time
 LONGEST_LINE = 64 << 20  # of JSON
-MOST_PADDING = 1 << 20  # zeros behind a packed file, which fill the block of a tape or a disk
-OWN_ZEROS = 8  # with which a packed file itself may end
 BAD_LINES, BAD_SHARE = 10, 0.001  # a file with more bad lines than both of these is refused
-PIECE_BYTES = 1 << 28  # of a parquet file that one task reads, unpacked
 
 
 class Row(NamedTuple):
@@ -64,7 +57,7 @@ class Row(NamedTuple):
 # Finding
 
 
-def open_table(path, text_column=None, where=""):
+def open_table(path, text_column=None):
     """Returns a Source with all files of the table `path`, or None if it is no table but a tarball or a folder of C++.
     Prints its columns. Raises BadInput if it has no documents or lacks a column."""
     with readable():
@@ -84,22 +77,14 @@ def open_table(path, text_column=None, where=""):
     files = list(schemas)
     if not files:
         raise BadInput(f"--source={path} has no documents: its files are empty")
-    partitions = _partitions(files)
-    there = {}  # {column: itself}, in the order of the files
-    for file, schema in schemas.items():
-        for name in (*schema.names, *partitions[file]):
-            there[name] = name
+    there = dict.fromkeys(name for schema in schemas.values() for name in schema.names)
     columns = _find_columns(path, there, text_column)
-    places = {}
-    if where:
-        places = find_places(where, columns | there)
-        _check_where(where, places, directory, schemas, partitions)
     for file, schema in schemas.items():
         _check_text(directory / file, schema, columns["text"])
     listed = ", ".join(f"{role} = {column}" for role, column in columns.items())
     say(f"{path}: {len(files)} files of documents, {listed}")
     name = KIND.sub("", path.resolve().name) or "root"
-    return directory_source(name, directory, files, table=Table(tuple(columns.items()), where, tuple(places.items())))
+    return directory_source(name, directory, files, columns=tuple(columns.items()))
 
 
 def _data_files(directory):
@@ -119,7 +104,7 @@ def _data_files(directory):
             left_out.append(str(path))
     if left_out:
         say(f"warning: {len(left_out)} files of {directory} are not read, such as {min(left_out)}: convert or rename "
-            "them to .parquet, .jsonl, .jsonl.gz, .jsonl.zst or .arrow")
+            "them to .parquet, .jsonl, .jsonl.gz or .jsonl.zst")
     # A file .json beside others is seldom data.
     return [file for file in found if not file.endswith(".json")] or found
 
@@ -132,23 +117,12 @@ def _schema(path):
             with pq.ParquetFile(path) as file:
                 rows = file.metadata.num_rows
                 schema = file.schema_arrow
-        elif path.suffix == ".arrow":
-            with pa.ipc.open_stream(pa.memory_map(str(path))) as stream:
-                rows = sum(map(len, stream))
-                schema = stream.schema
         else:
             sample = [row for row in next(_json_batches(path, SAMPLE_ROWS), []) if row is not None]
             rows = len(sample)
             names = dict.fromkeys(name for row in sample for name in row)
-            schema = pa.schema([(name, _type_of(sample, name)) for name in names])
+            schema = pa.schema([(name, pa.null()) for name in names])  # each line's values may have other types
     return schema if rows else None
-
-
-def _type_of(rows, name):
-    try:
-        return pa.array([row.get(name) for row in rows]).type
-    except (pa.ArrowException, OverflowError):
-        return pa.null()  # values of several types; if the column is needed, reading it says so
 
 
 def _find_columns(path, there, text_column):
@@ -165,20 +139,6 @@ def _find_columns(path, there, text_column):
     return found
 
 
-def _check_where(where, places, directory, schemas, partitions):
-    """Raises BadInput unless the condition fits the types of all files, and each of its places is in one of them."""
-    absent = set(places)
-    for file, schema in schemas.items():
-        known = {name: pa.scalar(value).type for name, value in partitions[file].items()}
-        known |= dict(zip(schema.names, schema.types, strict=True))
-        types = {name: kind for name, place in places.items() if (kind := type_at(known, place)) is not None}
-        with _reading(directory / file, f"check --where={where}"):
-            chosen(where, {name: pa.nulls(0, kind) for name, kind in types.items()}, 0)
-        absent -= types.keys()
-    if absent:
-        raise BadInput(f"--where={where}: no file has {', '.join(sorted(absent))}: check the field's name")
-
-
 def _check_text(path, schema, name):
     if schema.names.count(name) != 1:
         number = "several columns" if name in schema.names else "no column"
@@ -191,52 +151,12 @@ def _check_text(path, schema, name):
                        f"{', '.join(schema.names)}")
 
 
-def _partitions(files):
-    """Returns {file: {column: value}} that the folders of Hive say, such as lang=cpp/part-0.parquet. The values of a
-    column are numbers if all of them are."""
-    found = {}
-    for file in files:
-        pairs = [part.split("=", 1) for part in Path(file).parent.parts if "=" in part]
-        found[file] = {name: None if "__HIVE_DEFAULT" in value else unquote(value) for name, value in pairs}
-    for name in set().union(*found.values()):
-        values = [values[name] for values in found.values() if values.get(name) is not None]
-        if all(re.fullmatch("-?[0-9]{1,18}", value) for value in values):
-            for own in found.values():
-                if own.get(name) is not None:
-                    own[name] = int(own[name])
-    return found
-
-
 def pieces(source):
-    """Returns the Sources into which tasks divide a table: its files, and groups of row groups of long parquet files. A
-    source that is no table is one piece."""
-    if not source.table:
+    """Returns the Sources into which tasks divide a table: its files. A source that is no table is one piece."""
+    if not source.columns:
         return [source]
-    found = []
-    for file, values in _partitions(source.files).items():
-        piece = directory_source(source.name, source.directory, [file], origin=source.origin)
-        groups = _row_groups(Path(source.directory, file))
-        for row_groups in groups:
-            table = replace(source.table, partitions=tuple(values.items()), row_groups=row_groups)
-            found.append(replace(piece, table=table, nbytes=piece.nbytes // len(groups)))
-    return found
-
-
-def _row_groups(path):
-    """Returns the numbers of the row groups of each piece of a file; () is the whole file."""
-    if path.suffix != ".parquet":
-        return [()]
-    found = [()]
-    with _reading(path):
-        metadata = pq.read_metadata(path)
-    nbytes = 0
-    for number in range(metadata.num_row_groups):
-        if nbytes >= PIECE_BYTES:
-            found.append(())
-            nbytes = 0
-        found[-1] += (number,)
-        nbytes += metadata.row_group(number).total_byte_size
-    return found
+    return [directory_source(source.name, source.directory, [file], columns=source.columns, origin=source.origin)
+            for file in source.files]
 
 
 # Reading
@@ -244,17 +164,17 @@ def _row_groups(path):
 
 def iter_rows(source):
     """Yields the Rows of a piece of a table. Raises BadInput if its file cannot be read."""
-    table = source.table
+    columns = dict(source.columns)
     path = Path(source.directory, source.files[0])
-    columns = dict(table.columns)
-    for rows, refused in _batches(path, table):
-        for reason, number in refused.items():
-            for _ in range(number):
-                yield Row("", 0, bytes, reason)
-        for row in rows:
-            text = row.get(columns["text"]) or b""
-            known = {role: _as_text(row.get(name)) for role, name in columns.items() if role != "text"}
-            yield _row(source.files[0], known, text if isinstance(text, bytes) else text.encode())
+    with _reading(path):
+        for rows in _batches(path, columns):
+            for row in rows:
+                if row is None:
+                    yield Row("", 0, bytes, "bad_line")
+                    continue
+                text = row.get(columns["text"]) or b""
+                known = {role: _as_text(row.get(name)) for role, name in columns.items() if role != "text"}
+                yield _row(source.files[0], known, text if isinstance(text, bytes) else text.encode())
 
 
 def _row(file, known, text):
@@ -278,46 +198,20 @@ def _as_text(value):
     return "" if value is None else str(value)
 
 
-def _batches(path, table):
-    """Yields (rows, {why rows are refused: their number}) of a file. A row is a dict; its texts are bytes or str."""
-    with _reading(path):
-        for lines in _read_batches(path, table):
-            rows = [dict(table.partitions) | row for row in lines if row is not None]
-            kept = rows
-            if table.where:
-                columns = {}
-                for name, place in table.where_columns:
-                    columns[name] = pa.array([value_at(row, place) for row in rows])
-                kept = [rows[number] for number in chosen(table.where, columns, len(rows)).to_pylist()]
-            yield kept, {"bad_line": len(lines) - len(rows), "where": len(rows) - len(kept)}
-
-
-def _read_batches(path, table):
-    """Yields lists of the rows of a file, dicts of the columns that are used; None for a bad line of JSON."""
-    names = {*dict(table.columns).values(), *(column for _, (column, *_) in table.where_columns)}
-    if path.suffix not in (".parquet", ".arrow"):
-        yield from _json_batches(path, text=dict(table.columns)["text"])
+def _batches(path, columns):
+    """Yields lists of the rows of a file, dicts of these columns, {role: name}; None for a bad line of JSON. Texts are
+    bytes or str."""
+    if path.suffix != ".parquet":
+        yield from _json_batches(path, text=columns["text"])
         return
-    reader = _arrow_batches if path.suffix == ".arrow" else _parquet_batches
-    for batch in reader(path, names, table.row_groups):
-        yield _as_bytes(pa.Table.from_batches([batch])).to_pylist()
-
-
-def _parquet_batches(path, names, row_groups):
     with pq.ParquetFile(path, buffer_size=1 << 20, page_checksum_verification=True) as file:
-        there = [name for name in file.schema_arrow.names if name in names]
-        groups = [file.metadata.row_group(number) for number in row_groups]
+        there = [name for name in file.schema_arrow.names if name in columns.values()]
+        groups = [file.metadata.row_group(number) for number in range(file.metadata.num_row_groups)]
         nbytes = max(1, sum(group.total_byte_size for group in groups))
-        size = max(1, min(ROWS, BATCH_BYTES * sum(group.num_rows for group in groups) // nbytes))
+        size = max(1, min(ROWS, BATCH_BYTES * file.metadata.num_rows // nbytes))
         # Buffered and without pre_buffer, Arrow holds one page of a column at a time.
-        yield from file.iter_batches(size, row_groups, there, use_threads=False)
-
-
-def _arrow_batches(path, names, row_groups):
-    with pa.ipc.open_stream(pa.memory_map(str(path))) as stream:
-        for batch in stream:
-            for start in range(0, len(batch), ROWS):
-                yield batch.select([name for name in batch.schema.names if name in names]).slice(start, ROWS)
+        for batch in file.iter_batches(size, columns=there, use_threads=False):
+            yield _as_bytes(pa.Table.from_batches([batch])).to_pylist()
 
 
 def _as_bytes(table):
@@ -337,7 +231,7 @@ def _json_batches(path, most_rows=4096, text=None):
     num_bad = 0
     first_bad = ""
     is_empty = True
-    with open(path, "rb") as raw, io.BufferedReader(_unpacked(path, raw), 1 << 20) as stream:
+    with open(path, "rb") as raw, io.BufferedReader(unpacked(path.suffix[1:], raw), 1 << 20) as stream:
         number = 0
         while line := stream.readline(LONGEST_LINE):
             number += 1
@@ -364,26 +258,6 @@ def _json_batches(path, most_rows=4096, text=None):
         yield rows
     if num_bad:
         say(f"warning: {path}: {num_bad} of {number} lines are skipped: {first_bad}")
-
-
-def _unpacked(path, raw):
-    """Returns the stream of what an open file holds, without the zeros behind a packed one. gzip reads past them."""
-    if path.suffix != ".zst":
-        return unpacked(path.suffix[1:], raw)
-    size = path.stat().st_size
-    begin = raw.seek(max(0, size - MOST_PADDING))
-    end = begin + len(raw.read().rstrip(b"\0"))
-
-    def up_to(end):
-        return pa.CompressedInputStream(pa.OSFile(str(path)).get_stream(0, end), "zstd")
-
-    # How many zeros are the file's own, only unpacking it tells.
-    for own_end in range(end, end + OWN_ZEROS + 1) if size - end > OWN_ZEROS else ():
-        with suppress(OSError), up_to(own_end) as stream:
-            while stream.read(1 << 20):
-                pass
-            return up_to(own_end)
-    return up_to(size)
 
 
 def _parse(line, number, text):

@@ -30,15 +30,13 @@ from nanochat.common import BadInput, read_toml
 from nanochat.data.hub_files import require_commits
 from nanochat.data.lanes import COUNTS, Lane, LaneState
 from nanochat.data.loader import Loader, settings_of, shared_by_lanes
-from nanochat.data.shards import fingerprint, open_text, read_pieces
+from nanochat.data.shards import fingerprint, open_text
 from nanochat.data.storage import data_place, is_remote
 
 NAME = r"(?!.*per_s$)[A-Za-z]\w*"  # of a source or validation set, whose tokens_NAME must not be tokens_per_s
 GOLDEN = (math.sqrt(5) - 1) / 2
 SILVER = math.sqrt(2) - 1
 MAX_WEIGHT = 1e9
-SAMPLED_GROUPS = 8  # row groups of a source of whose text the tokens are counted
-SAMPLE_BYTES = 1 << 18  # of each
 
 
 class MixtureSource(NamedTuple):
@@ -104,45 +102,43 @@ def open_mixture(flags):
 
 
 def _mixture_of(table, folder):
-    sources = table.get("sources")
-    stages = table.get("stage", [])
-    if unknown := table.keys() - {"sources", "stage"}:
-        raise BadInput(f"{sorted(unknown)[0]} is unknown: a mixture has [sources.NAME] and [[stage]]")
-    if not isinstance(sources, dict) or not sources or not all(isinstance(each, dict) for each in sources.values()):
+    sources = _section("the file", table, {"sources"}, {"stage"})["sources"]
+    if not isinstance(sources, dict) or not sources:
         raise BadInput("it has no sources: add a section [sources.NAME] for each, with dir and weight")
-    if not isinstance(stages, list) or not all(isinstance(each, dict) for each in stages):
-        raise BadInput("its stages are no sections: write [[stage]], with from and weights")
     found = tuple(_source_of(name, source, folder) for name, source in sources.items())
     first = {name: source["weight"] for name, source in sources.items() if "weight" in source}
-    read = [Stage(0, _weights_of(first, sources))]
-    for stage in stages:
-        if unknown := stage.keys() - {"from", "weights"}:
-            raise BadInput(f"[[stage]] has {sorted(unknown)[0]}, which is unknown: it has from and weights")
-        begin = stage.get("from")
-        if type(begin) is not float or not read[-1].begin < begin < 1:
+    stages = [Stage(0, _weights_of(first, sources))]
+    later = table.get("stage", [])
+    for stage in later if isinstance(later, list) else [later]:
+        begin = _section("[[stage]]", stage, {"from", "weights"})["from"]
+        if type(begin) is not float or not stages[-1].begin < begin < 1:
             raise BadInput(f"[[stage]] from = {begin}: stages begin one after the other, each at a fraction of the run "
-                           f"above {read[-1].begin} and below 1")
-        read.append(Stage(begin, _weights_of(stage.get("weights"), sources)))
-    mixture = Mixture(found, tuple(read))
+                           f"above {stages[-1].begin} and below 1")
+        stages.append(Stage(begin, _weights_of(stage["weights"], sources)))
     for place, name in enumerate(sources):
-        if not any(stage.weights[place] for stage in mixture.stages):
+        if not any(stage.weights[place] for stage in stages):
             raise BadInput(f"source {name} has no weight at any time: give it one, or leave it out")
-    return mixture
+    return Mixture(found, tuple(stages))
+
+
+def _section(what, found, needed, others=frozenset()):
+    """Returns a section of the file, a dict. Raises BadInput if it is none, or has unknown keys or too few."""
+    keys = found.keys() if isinstance(found, dict) else set()
+    for problem, names in (("is unknown", keys - needed - others), ("is missing", needed - keys)):
+        if names:
+            raise BadInput(f"{what}: {min(names)} {problem}: it has {', '.join(sorted(needed | others))}")
+    return found
 
 
 def _source_of(name, source, folder):
-    if unknown := source.keys() - {"dir", "weight", "val"}:
-        raise BadInput(f"source {name} has {sorted(unknown)[0]}, which is unknown: it has dir, weight and val; to read "
-                       "it less often, give it less weight")
+    _section(f"source {name}", source, {"dir"}, {"weight", "val"})
     if not re.fullmatch(NAME, name):
         raise BadInput(f"source {name}: name it with letters, digits and _, not …per_s")
-    if "dir" not in source:
-        raise BadInput(f"source {name} has no dir: name its folder of shards")
     places = {}
     for key in source.keys() & {"dir", "val"}:
-        if not isinstance(source[key], str) or not source[key] or "\0" in source[key]:
-            raise BadInput(f"source {name}: {key} = {source[key]!r} names no folder of shards: correct it")
         try:
+            if not isinstance(source[key], str) or "\0" in source[key]:
+                raise BadInput("it names no folder of shards")
             place = data_place(source[key])
             require_commits(place)
         except BadInput as error:
@@ -153,12 +149,10 @@ def _source_of(name, source, folder):
 
 def _weights_of(weights, sources):
     """Returns the weights, {name: number}, as a tuple in the order of the sources that adds up to 1."""
-    if not isinstance(weights, dict) or not weights:
-        raise BadInput("a stage has no weights: give some, such as weight = 0.5 for a source, and weights = "
-                       "{NAME = 0.5} for a [[stage]]")
+    if not isinstance(weights, dict) or not weights or weights.keys() - sources.keys():
+        raise BadInput(f"the weights {weights} are not of sources, which are {', '.join(sources)}: give some, such as "
+                       "weight = 0.5 for a source, and weights = {NAME = 0.5} for a [[stage]]")
     for name, weight in weights.items():
-        if name not in sources:
-            raise BadInput(f"weights name {name}, which is none of the sources {', '.join(sources)}: correct it")
         if type(weight) not in (int, float) or not 0 < weight <= MAX_WEIGHT:
             raise BadInput(f"the weight of {name} is {str(weight)[:20]}, which is not a number above 0 and of at most "
                            f"{MAX_WEIGHT:g}: leave a source out that is not to be read")
@@ -261,21 +255,3 @@ class MixedLane:
             sums = {name: sum(getattr(state, name) for state in self.states) for name in COUNTS}
             states.append(LaneState(self.rows, sources=tuple(self.states), **sums))
         return rows, states
-
-
-# Before a run
-
-
-def tokens_in(source, tokenizer):
-    """Returns about how many tokens a source has: it counts those of a sample."""
-    groups = [(shard, group) for shard in source.shards
-              for group, count in enumerate(shard.row_group_documents) if count]
-    if is_remote(source.place):
-        groups = groups[:1]  # which is in the cache; others would have to be fetched
-    n_bytes = n_tokens = 0
-    for shard, group in groups[::-(-len(groups) // SAMPLED_GROUPS)]:
-        pieces, _ = read_pieces(shard, group, 0, shard.row_group_documents[group], max_bytes=SAMPLE_BYTES)
-        texts = [piece.text for piece in pieces]
-        n_bytes += sum(len(text if isinstance(text, bytes) else text.encode()) for text in texts)
-        n_tokens += sum(map(len, tokenizer.encode_documents(texts)))
-    return n_tokens * sum(shard.text_bytes for shard in source.shards) / max(1, n_bytes)

@@ -56,7 +56,6 @@ class Shard:
     row_group_documents: tuple[int, ...]  # number of documents in each row group
     digest: str  # SHA-256 of name, size, commit on the Hub, and footer
     largest_group_bytes: int = 0  # of its largest row group, compressed
-    text_bytes: int = 0  # of all its text, about
     skip_bad: bool = False  # reading skips what it cannot decode, with a warning
 
     @property
@@ -131,30 +130,20 @@ def _open_shard(file, skip_bad):
             size = source.seek(0, 2)
             source.seek(size - 8 - metadata.serialized_size)
             footer = source.read()
-        # A file with encrypted columns has a signature after its metadata. To ask pyarrow for such a column would end
-        # the process.
-        if int.from_bytes(footer[-8:-4], "little") != metadata.serialized_size:
-            raise BadInput(f"{file} has encrypted columns: decrypt it, or name other data")
     except UnicodeError:
         raise BadInput(f"the path {file} is not UTF-8, which pyarrow needs: rename the folder or file") from None
     except (pa.ArrowException, OSError) as error:
         raise BadInput(f"{file} is not a whole parquet file ({_first_line(error)}): copy or prepare it again") from None
-    # Earlier versions could write whole projects, whose files a character 0 keeps apart.
-    if (metadata.metadata or {}).get(b"pack") == b"project":
-        raise BadInput(f"{file} holds a whole project in each document (prepare_data --pack=project, which is gone): "
-                       "prepare the corpus again, without --pack")
     _check_text_column(file, schema)
     documents = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
     compressed = []
-    text_bytes = 0
     for row_group in map(metadata.row_group, range(metadata.num_row_groups)):
         columns = {column.path_in_schema: column for column in map(row_group.column, range(row_group.num_columns))}
         compressed.append(columns[TEXT].total_compressed_size)
-        text_bytes += columns[TEXT].total_uncompressed_size
     # The footer says where each column of a row group lies, how large it is, and how many documents it has. The text
     # itself is read only when its turn comes.
     digest = hashlib.sha256(f"{file.name} {size} {file.commit}".encode() + footer).hexdigest()
-    return Shard(file, size, tuple(documents), digest, max(compressed, default=0), text_bytes, skip_bad)
+    return Shard(file, size, tuple(documents), digest, max(compressed, default=0), skip_bad)
 
 
 def _check_text_column(file, schema):

@@ -259,7 +259,7 @@ def make_task(flags, device_type, world_size, directory):
     settled = begun.flags.settled(plan.config)
     if not saved:
         require_time(plan, settled.batch.num_iterations)
-    data_fingerprint, about_data = check_data(settled, plan, tokenizer)
+    data_fingerprint, about_data = check_data(settled, plan)
     teacher = find_teacher(settled, plan, tokenizer, directory)
     if settled.data.fim_rate:
         check_fim(f"--fim_rate={settled.data.fim_rate:g}", tokenizer, plan.config.max_seq_len)

@@ -1,12 +1,11 @@
-"""The text that a run reads: whether it can be used, and how often a mixture reads each source."""
+"""The text that a run reads: whether it can be used, and the weights of a mixture."""
 from nanochat.common import BadInput
 from nanochat.data.cache import check_cache
-from nanochat.data.mixture import open_mixture, tokens_in
+from nanochat.data.mixture import open_mixture, read_mixture
 from nanochat.data.shards import fingerprint, open_text
-from nanochat.record.metrics import format_count
 
 
-def check_data(flags, plan, tokenizer):
+def check_data(flags, plan):
     """Returns the fingerprint of the training data (None if synthetic), and lines about it, in the format of
     describe_plan. Raises BadInput for unusable data."""
     data = flags.data
@@ -22,7 +21,7 @@ def check_data(flags, plan, tokenizer):
         mixture = open_mixture(data)
         shards = mixture.shards
         found = mixture.fingerprint
-        lines += describe_mixture(mixture, plan, tokenizer)
+        lines += mixture_lines(data, plan)
     else:
         shards = open_text(data)
         found = fingerprint(shards)
@@ -47,8 +46,11 @@ def stage_rows(mixture, plan, step, lane_states):
     return [done + plan.num_rows(step, first) if first > step else 0 for first in firsts]
 
 
-def describe_mixture(mixture, plan, tokenizer):
-    """Returns lines about a Mixture in the run of a Plan: its weights, and how often it reads each source."""
+def mixture_lines(data, plan):
+    """Returns a line about the weights of the mixture of DataFlags in the run of a Plan; [] without one."""
+    if not data.mixture:
+        return []
+    mixture = read_mixture(data.mixture)
     weights = []
     for stage in mixture.stages:
         shares = []
@@ -58,22 +60,4 @@ def describe_mixture(mixture, plan, tokenizer):
         begin = stage.first_step(plan.num_iterations)
         since = f"from step {begin + 1:,} on " if begin else ""
         weights.append(since + ", ".join(shares))
-    edges = [*(stage.first_step(plan.num_iterations) for stage in mixture.stages), plan.num_iterations]
-    spans = [plan.tokens(begin, end) for begin, end in zip(edges, edges[1:], strict=False)]
-    epochs = []
-    for i, source in enumerate(mixture.sources):
-        size = max(1, tokens_in(source, tokenizer))
-        read = sum(tokens * stage.weights[i] for tokens, stage in zip(spans, mixture.stages, strict=True))
-        epochs.append(f"{source.name}: {read / size:.1f} epochs of about {format_count(round(size))} tokens")
-    return [f"    mixture  {'; '.join(weights)}", f"     epochs  {'; '.join(epochs)}"]
-
-
-def mixture_lines(data, plan, tokenizer):
-    """Returns describe_mixture of the DataFlags, for a machine that may lack the data; [] without a mixture."""
-    if not data.mixture:
-        return []
-    try:
-        mixture = open_mixture(data)
-    except BadInput as error:
-        return [f"how often the mixture reads its sources is unknown: {error}"]
-    return describe_mixture(mixture, plan, tokenizer)
+    return [f"    mixture  {'; '.join(weights)}"]

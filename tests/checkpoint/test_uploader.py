@@ -62,7 +62,7 @@ class Slow:
         self._there.copy(path, metrics)
 
 
-def test_a_mirror_slower_than_the_saves_gets_whole_copies_and_says_so(run_dir, tmp_path, capsys):
+def test_a_mirror_slower_than_the_saves_gets_whole_copies(run_dir, tmp_path):
     there = Slow(Mirror(str(tmp_path / "mirror"), Kept(1)))
     uploads = begin(there, run_dir)
     for step in (1, 2, 3):
@@ -76,7 +76,6 @@ def test_a_mirror_slower_than_the_saves_gets_whole_copies_and_says_so(run_dir, t
     assert [path.name for path in list_checkpoints(run_dir)] == ["step_000003", "step_000004"]
     there.may_copy.release(2)
     assert uploads.finish() and there.whole_copies() == ["step_000004"]
-    assert capsys.readouterr().out.count("--save_every") == 1
 
 
 def test_a_checkpoint_that_a_full_disk_took_before_its_copy_is_no_fault_of_the_mirror(run_dir, state, tmp_path, capsys):

@@ -61,9 +61,6 @@ def write_table(path, rows):
     table = pa.Table.from_pylist(rows)
     if path.suffix == ".parquet":
         pq.write_table(table, path, row_group_size=8)
-    elif path.suffix == ".arrow":  # as Hugging Face's save_to_disk
-        with pa.ipc.new_stream(path, table.schema) as stream:
-            stream.write_table(table, 8)
     else:
         data = "".join(json.dumps(row) + "\n" for row in rows).encode()
         with pa.output_stream(path, compression="detect") as file:

@@ -68,11 +68,11 @@ def test_the_path_of_a_file_is_a_pointer_and_a_number_is_none(text, note):
 
 def test_encodings_are_recoded_to_utf8_and_the_rest_is_left_alone():
     code = "// Stra\u00dfe\n" + cpp("s")
-    assert clean("a.c", code.encode("latin-1")) == (code.encode(), "recoded")
+    assert clean("a.c", code.encode("latin-1")) == (code.encode(), "")
     quoted = "// \u201cquoted\u201d\n" + code
-    assert clean("a.c", quoted.encode("cp1252")) == (quoted.encode(), "recoded")
-    assert clean("a.c", quoted.encode("cp1252") + b"\x81\n")[1] == "recoded"  # undefined there
-    assert clean("a.c", code.encode("utf-16")) == (code.encode(), "recoded")
+    assert clean("a.c", quoted.encode("cp1252")) == (quoted.encode(), "")
+    assert clean("a.c", quoted.encode("cp1252") + b"\x81\n")[1] == ""  # undefined there
+    assert clean("a.c", code.encode("utf-16")) == (code.encode(), "")
     assert clean("a.c", b"\xef\xbb\xbf" + code.encode()) == (code.encode(), "")
     assert clean("a.c", code.replace("\n", "\r\n").encode()) == (code.replace("\n", "\r\n").encode(), "")
     assert clean("a.c", b"\xff\xfe\x00") == (None, "binary")

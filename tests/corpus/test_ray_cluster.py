@@ -110,7 +110,7 @@ def test_the_bytes_are_those_of_one_machine_though_nodes_and_the_command_are_kil
     make_tar(tmp_path / "in" / "t-1.0.tar.xz", {f"t/{number}.cpp": b"int f();\n" * number for number in range(1, 9)})
     table = write_table(tmp_path / "stack.jsonl.gz", stack_rows("stack", 100))
     flags = [f"--projects_dir={tmp_path / 'in'}", "--val_projects=v", "--shard_bytes=600000", f"--source={table}",
-             "--where=score < 90", "--filters=all"]
+             "--filters=all"]
     whole = prepare(tmp_path / "whole", *flags)
     assert whole["dropped"]["exact_duplicate"] == 30 and whole["dropped"]["near_duplicate"] == 15
     assert len(shard_hashes(tmp_path / "whole")) > 4

@@ -9,7 +9,7 @@ import pytest
 from nanochat.common import BadInput
 from nanochat.corpus import sources
 from nanochat.corpus.build import CorpusFlags
-from nanochat.corpus.scan import licence_finder, scan
+from nanochat.corpus.scan import licence_of, scan
 from nanochat.corpus.tables import open_table
 from tests.corpus.projects import LICENCE_MIT, cpp, make_project, make_tar, prepare, read
 
@@ -28,7 +28,7 @@ def test_git_checkout_gives_tracked_files_and_its_commit(tmp_path, capsys):
     head = make_checkout(checkout)
     source = sources.open_source(checkout)
     assert source.files == ("LICENSE", *(f"src/file{i}.cpp" for i in range(6)))
-    assert source.label == f"tool={head[:12]}" and licence_finder(source)("src/file0.cpp") == "Expat"
+    assert source.label == f"tool={head[:12]}" and licence_of(source) == "Expat"
     assert capsys.readouterr().out == ""
 
 
@@ -122,7 +122,7 @@ def test_directories_of_one_name_are_two_projects_and_other_names_stay(tmp_path)
     found = [sources.open_source(make_project(tmp_path, path)) for path in ("x/lib", "y/lib", "y/app-1", "z/app-2")]
     tarballs = [make_tar(tmp_path / name, {"lib/a.c": b"int a;"}) for name in ("lib.tar", "other.tar")]
     found += map(sources.open_source, tarballs)
-    places = {source.directory or source.archives[0]: source for source in sources.distinguish([*found, *found])}
+    places = {source.directory or source.archive: source for source in sources.distinguish([*found, *found])}
     assert {os.path.relpath(place, tmp_path): (source.name, source.project) for place, source in places.items()} == {
         "x/lib": ("x/lib", "x/lib"), "y/lib": ("y/lib", "y/lib"), "lib.tar": ("lib", "lib"),
         "y/app-1": ("app-1", "app"), "z/app-2": ("app-2", "app"), "other.tar": ("other", "other")}
@@ -205,15 +205,13 @@ def test_a_file_that_vanishes_is_named_and_one_that_grows_is_read_to_its_listed_
 # Kinds of sources
 
 
-def test_a_tarball_in_a_tarball_is_read_as_if_unpacked_there(tmp_path):
-    inner = make_tar(tmp_path / "inner.tar.gz", {"inner-2/lib/b.cc": b"int b;"})
+def test_a_tarball_is_read_as_if_unpacked_there(tmp_path):
     path = make_tar(tmp_path / "thing-1.0.tar.zst", {
-        "thing-1.0/LICENSE": LICENCE_MIT.encode(), "thing-1.0/src/a.cc": b"int a;",
-        "thing-1.0/inner-2.tar.gz": inner.read_bytes()})
+        "thing-1.0/LICENSE": LICENCE_MIT.encode(), "thing-1.0/src/a.cc": b"int a;"})
     source = sources.open_source(path)
     assert {name: read() for name, _, read in sources.iter_files(source)} == {
-        "LICENSE": LICENCE_MIT.encode(), "src/a.cc": b"int a;", "lib/b.cc": b"int b;"}
-    assert source.project == "thing" and licence_finder(source)("src/a.cc") == "Expat"
+        "LICENSE": LICENCE_MIT.encode(), "src/a.cc": b"int a;"}
+    assert source.project == "thing" and licence_of(source) == "Expat"
 
 
 def test_installed_headers_are_several_projects_without_generated_operators():
@@ -226,7 +224,8 @@ def test_installed_headers_are_several_projects_without_generated_operators():
 
 @pytest.mark.parametrize("name, project", [
     ("llvm-toolchain-14", "llvm-toolchain"), ("boost1.81", "boost"), ("glib2.0", "glib"), ("sqlite3", "sqlite3"),
-    ("nlohmann-json3", "nlohmann-json3"), ("fmt-9.1.0+ds1", "fmt"), ("box2d", "box2d"), ("torch/c10", "torch/c10")])
+    ("nlohmann-json3", "nlohmann-json3"), ("fmt-9.1.0+ds1", "fmt"), ("fmt_9.1.0+ds1.orig", "fmt"), ("box2d", "box2d"),
+    ("torch/c10", "torch/c10")])
 def test_versions_in_a_name_do_not_make_another_project(name, project):
     assert sources.Source(name).project == project
 

@@ -1,5 +1,4 @@
 """Missing, unsuitable and corrupt data give clear errors, and text is the same wherever reading begins."""
-import base64
 import os
 import re
 from itertools import islice
@@ -8,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-import pyarrow.parquet.encryption as encryption
 import pytest
 
 from nanochat.common import BadInput
@@ -40,25 +38,6 @@ def read_all(shard):
     return {key: "".join(parts) for key, parts in found.items()}
 
 
-class Keys(encryption.KmsClient):
-    def __init__(self, config):
-        super().__init__()
-
-    def wrap_key(self, key, name):
-        return base64.b64encode(key)
-
-
-def write_encrypted(path):
-    """Writes a file of which the footer can be read and the column text cannot."""
-    properties = encryption.CryptoFactory(Keys).file_encryption_properties(
-        encryption.KmsConnectionConfig(), encryption.EncryptionConfiguration(
-            footer_key="a", column_keys={"b": ["text"]}, plaintext_footer=True))
-    table = pa.table({"text": ["int x;"]})
-    with pq.ParquetWriter(path, table.schema, encryption_properties=properties) as writer:
-        writer.write_table(table)
-    return path
-
-
 def damage(path, row_group, offset, content):
     """Overwrites bytes of the text of a row group, `offset` bytes after it begins in the file."""
     columns = pq.read_metadata(path).row_group(row_group)
@@ -77,13 +56,6 @@ def test_files_of_other_programs_are_no_shards(tmp_path, own, name):
     other.parent.mkdir(exist_ok=True)
     other.write_bytes(bytes(4096))
     assert list_shards(tmp_path) == [LocalFile(own)]
-
-
-def test_an_encrypted_column_is_named_or_skipped(tmp_path):
-    paths = [write_encrypted(tmp_path / "a.parquet"), write(tmp_path / "b.parquet", ["int x;"])]
-    with pytest.raises(BadInput, match="a.parquet has encrypted columns: decrypt it, or name other data"):
-        open_shards(paths)
-    assert [shard.file.name for shard in open_shards(paths, skip_bad=True)] == ["b.parquet"]
 
 
 @pytest.mark.parametrize("options", [{}, {"use_dictionary": False, "column_encoding": {"text": "DELTA_BYTE_ARRAY",
@@ -205,17 +177,6 @@ def test_files_without_text_are_named(tmp_path):
         open_shards([write(tmp_path / "numbers.parquet", [1, 2], text_type=pa.int64())])
     with pytest.raises(BadInput, match="every document is empty"):
         open_shards([write(tmp_path / "empty.parquet", ["", None, ""]), write(tmp_path / "none.parquet", [])])
-
-
-def test_shards_of_whole_projects_are_refused_and_of_files_with_a_context_read_as_files(tmp_path):
-    """Earlier versions could write both, with the metadata pack."""
-    table = pa.table({"text": ["int x;", "int y;"], "context": ["\0a.h\nint a;\n", None]})
-    for how in ("project", "context"):
-        pq.write_table(table.replace_schema_metadata({"pack": how}), tmp_path / f"{how}.parquet")
-    with pytest.raises(BadInput, match=r"project\.parquet .*--pack=project, which is gone.* prepare the corpus again"):
-        open_shards([tmp_path / "project.parquet"])
-    shards = open_shards([tmp_path / "context.parquet"])
-    assert list(whole_texts(shards)) == ["int x;", "int y;"]
 
 
 @pytest.mark.parametrize("checksums, offset, content", [
