@@ -132,17 +132,14 @@ def check_apart(sources, flags, out_dir):
     """Raises BadInput if `out_dir` is also a source: the next run would read its shards."""
     lock_file = out_dir.resolve() / LOCK_FILE
     named = {expand_path(name).resolve() for name in flags.source if not on_hub(name)}
-    around = []
+    around = {flags.projects_dir and flags.projects_dir.resolve()} & {out_dir.resolve()}
     for source in sources:
         directory = Path(source.directory)
-        if source.columns and directory in named and directory in lock_file.parents:
-            around.append(directory)
-        if source.directory and os.path.relpath(lock_file, directory) in source.files:
-            around.append(directory)
-    if flags.projects_dir and flags.projects_dir.resolve() == out_dir.resolve():
-        around.append(flags.projects_dir)
+        is_in_table = source.columns and directory in named and directory in lock_file.parents
+        if is_in_table or source.directory and os.path.relpath(lock_file, directory) in source.files:
+            around.add(directory)
     if around:
-        raise BadInput(f"--out_dir={out_dir} is in {around[0]}, which is read as a source: choose another --out_dir")
+        raise BadInput(f"--out_dir={out_dir} is in {min(around)}, which is read as a source: choose another --out_dir")
 
 
 def choose_engine(places, task_bytes):

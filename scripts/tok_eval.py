@@ -41,21 +41,20 @@ def first_texts(shards, max_bytes_per_source):
 def fetch_openai():
     """Returns {name: tiktoken's encoding} of those that tiktoken can fetch."""
     print(f"fetching OpenAI's vocabularies, for up to {FETCH_S} s", flush=True)
-    fetched = {}
+    found = {}
 
     def fetch():
         with suppress(Exception):
             for name in OPENAI:
-                fetched[name] = tiktoken.get_encoding(name)
+                found[name] = tiktoken.get_encoding(name)
 
     thread = threading.Thread(target=fetch, name="fetch", daemon=True)  # abandoned if it does not end
     thread.start()
     thread.join(FETCH_S)
-    found = dict(fetched)  # the thread may go on
     if len(found) < len(OPENAI):
         print(f"without {' and '.join(OPENAI[len(found):])}, which tiktoken cannot fetch: connect to the internet, or "
               "copy its cache to $TIKTOKEN_CACHE_DIR", flush=True)
-    return found
+    return dict(found)  # the thread may go on
 
 
 def measure(name, encode, decode_bytes, texts):

@@ -74,11 +74,9 @@ def check_out_dir(out_dir):
     """Raises BadInput if the corpus cannot be put into `out_dir`, because something else is there."""
     for name in (TRAIN_DIR, VAL_DIR):
         path = out_dir / name
-        if path.is_symlink() or path.exists() and not path.is_dir():
-            what = "a symbolic link" if path.is_symlink() else "not a directory"
-            raise BadInput(f"{path} is {what}: move it away, or choose another --out_dir")
-        if path.exists() and any(path.iterdir()):
-            raise BadInput(f"{path} holds other data, or not all of this: move it away, or choose another --out_dir")
+        if path.is_symlink() or path.exists() and not (path.is_dir() and not any(path.iterdir())):
+            raise BadInput(f"{path} holds other data, or not all of this, or is a link: move it away, or choose "
+                           "another --out_dir")
 
 
 def report(manifest, out_dir):

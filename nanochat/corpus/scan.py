@@ -1,4 +1,4 @@
-"""Reads a source: selects files, finds their licences, and writes runs (runs.py). corpus.py merges them."""
+"""Reads a source: selects files, finds their licences, and writes runs (runs.py). build.py merges them."""
 import json
 import os
 import re
@@ -12,7 +12,7 @@ from nanochat.corpus.sources import LICENCE_FILE, check_unchanged, iter_files, r
 from nanochat.corpus.tables import Row, iter_rows
 from nanochat.corpus.workers import whole_file
 
-# To be increased when a change to this file or to corpus.py makes another corpus from the same files, or other runs.
+# To be increased when a change to this file or to build.py makes another corpus from the same files, or other runs.
 RECIPE = 4
 HELD_OUT = "_val.parquet"  # end of the names of runs of held-out documents
 STATS = "stats.json"  # beside the runs of a source, once all are written
@@ -179,21 +179,6 @@ def rows_of(source):
         yield Row(path, nbytes, read, "" if path.lower().endswith(SUFFIXES) else "not_c_or_cpp")
 
 
-def select(row, max_file_bytes, excluded):
-    """Returns what clean does for a Row."""
-    if row.refused:
-        return None, row.refused
-    if row.nbytes > max_file_bytes:
-        return None, "over_long"
-    try:
-        text, reason = clean(row.path, row.read())
-    except OSError:
-        return None, "unreadable"
-    if text is not None and overlaps(text, excluded):
-        return None, "overlaps_problem"
-    return text, reason
-
-
 class _Scan:
     """Collects the documents of one source, writes them as runs in `folder`, and counts them for stats.json."""
 
@@ -209,9 +194,18 @@ class _Scan:
 
     def add(self, row):
         """Adds the document of a Row, or returns the reason for dropping it."""
-        text, reason = select(row, self.flags.max_file_bytes, self.excluded)
+        if row.refused:
+            return row.refused
+        if row.nbytes > self.flags.max_file_bytes:
+            return "over_long"
+        try:
+            text, reason = clean(row.path, row.read())
+        except OSError:
+            return "unreadable"
         if text is None:
             return reason
+        if overlaps(text, self.excluded):
+            return "overlaps_problem"
         # What a file says of itself counts more than what its project says of all files.
         spdx = _SPDX.search(text, 0, 4096)
         licence = spdx[1].decode() if spdx else row.licence or self.licence

@@ -212,10 +212,13 @@ def _git_files(directory):
     leaves out submodules, which are other projects, and untracked files, which are often made by a compiler and not
     covered by the hash. It prints how many these are."""
     try:
-        tracked = {}  # {name: mode}; mode 160000 is a submodule, 120000 a symbolic link
+        tracked = set()
+        submodules = []
         for entry in _git(directory, "ls-files", "-s", "-z").split(b"\0")[:-1]:  # "MODE HASH STAGE<tab>PATH"
             about, name = entry.split(b"\t", 1)
-            tracked[os.fsdecode(name)] = about.split()[0]
+            tracked.add(os.fsdecode(name))
+            if about.startswith(b"160000"):
+                submodules.append(os.fsdecode(name))
         others = _git(directory, "ls-files", "-z", "--others", "--exclude-standard").split(b"\0")[:-1]
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         reason = (getattr(error, "stderr", None) or str(error).encode()).decode("utf-8", "replace").split("\n")[0]
@@ -230,13 +233,9 @@ def _git_files(directory):
     for name in sorted(tracked):
         if os.path.realpath(directory / name) == f"{directory}/{name}" and _is_regular(directory / name):
             files.append(name)
-    submodules = [name for name, mode in tracked.items() if mode == b"160000"]
-    links = [name for name, mode in tracked.items() if mode == b"120000"]
     _say_left_out(directory, "submodules (name their folders with --source, too)", submodules)
     _say_left_out(directory, "C and C++ files that git does not track",
                   [name for name in map(os.fsdecode, others) if name.lower().endswith(SUFFIXES)])
-    _say_left_out(directory, "files that git tracks and the folder lacks",
-                  tracked.keys() - {*files, *submodules, *links})
     return files, head
 
 

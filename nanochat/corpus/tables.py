@@ -33,7 +33,6 @@ ROLES = {
 }
 LANGUAGES = {"c", "c++", "cpp", "cuda", "c/c++"}
 KIND = re.compile(r"\.(?:parquet|(?:jsonl|ndjson|json)(?:\.(?:gz|zst))?)$")
-_OTHER_KIND = re.compile(r"\.(?:parquet|parq|pq|arrow|feather|jsonl?|ndjson|csv|tsv|orc|avro)(?:\.\w+)?$", re.I)
 _ABOUT = re.compile(r"(?:dataset_infos?|dataset_dict|state)\.json")  # Hugging Face's notes beside the data
 _SURROGATE = re.compile(rb"\\u[dD]|\xed[\xa0-\xbf]")  # perhaps half of a character, which is no Unicode
 _STRINGS = (pa.string(), pa.large_string(), pa.string_view())
@@ -90,7 +89,6 @@ def open_table(path, text_column=None):
 def _data_files(directory):
     """Returns the relative paths of the data in a folder, or None if it has C or C++ files."""
     found = []
-    left_out = []
     for file in walk(directory, with_links=True):
         if file.lower().endswith(SUFFIXES):
             return None
@@ -100,11 +98,6 @@ def _data_files(directory):
             continue
         if KIND.search(path.name):
             found.append(str(path))
-        elif _OTHER_KIND.search(path.name):
-            left_out.append(str(path))
-    if left_out:
-        say(f"warning: {len(left_out)} files of {directory} are not read, such as {min(left_out)}: convert or rename "
-            "them to .parquet, .jsonl, .jsonl.gz or .jsonl.zst")
     # A file .json beside others is seldom data.
     return [file for file in found if not file.endswith(".json")] or found
 

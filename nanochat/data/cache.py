@@ -207,15 +207,14 @@ def choose_shards(place, paths):
               and not re.search(r"(?:^|/)(?:\.|_[^/]*/)", path)]
     depths = [path.count("/") for path in tables if path.endswith(".parquet")]
     chosen = [path for path in tables if path.endswith(".parquet") and path.count("/") == min(depths)]
-    left_out = sorted(set(tables) - set(chosen))
-    if left_out and (place, len(left_out)) not in _said:
-        _said.add((place, len(left_out)))
-        say(f"warning: {len(chosen)} of {len(tables)} parquet files in {place} are read, and not {left_out[0]}"
-               f"{' …' if len(left_out) > 1 else ''}: move the others beside them, and end their names in .parquet")
+    if left_out := sorted(set(tables) - set(chosen)):
+        more = " …" if len(left_out) > 1 else ""
+        _say_once(f"warning: {len(chosen)} of {len(tables)} parquet files in {place} are read, and not "
+                  f"{left_out[0]}{more}: move the others beside them, and end their names in .parquet")
     return chosen
 
 
-_said = set()
+_say_once = cache(say)
 
 
 def column_range(metadata, row_group, names):

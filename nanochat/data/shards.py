@@ -18,7 +18,7 @@ from typing import NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from nanochat.common import BadInput, flag, get_base_dir, say
+from nanochat.common import BadInput, flag, get_base_dir
 from nanochat.data.cache import CACHE_GB, LocalFile, RemoteFile, data_files, fetch_footers
 from nanochat.data.storage import data_place
 
@@ -37,15 +37,10 @@ class TextFlags:
                                 of=data_place)
     data_cache_gb: float = flag(CACHE_GB, "gigabytes of this machine's disk for a cache of shards that are elsewhere",
                                 above=0, at_most=1e6)
-    skip_bad_shards: bool = flag(False, "skip the corrupt parts of shards, with a warning")
 
     def folder(self, split):
         """Returns the folder of a split, train or val, or None for the default one."""
         return self.data_dir
-
-
-class CorruptRowGroup(BadInput):
-    """A row group cannot be decoded."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +51,6 @@ class Shard:
     row_group_documents: tuple[int, ...]  # number of documents in each row group
     digest: str  # SHA-256 of name, size, commit on the Hub, and footer
     largest_group_bytes: int = 0  # of its largest row group, compressed
-    skip_bad: bool = False  # reading skips what it cannot decode, with a warning
 
     @property
     def num_documents(self):
@@ -77,12 +71,12 @@ class TextPiece(NamedTuple):
 def saved_text_flags(flags):
     """Returns the TextFlags among all flags of a run, {name: value}."""
     own = {field.name: flags[field.name] for field in fields(TextFlags) if field.name in flags}
-    return TextFlags(**own | {"skip_bad_shards": True})
+    return TextFlags(**own)
 
 
 def open_text(flags, split="train"):
     """Returns the Shards of a split, train or val, that TextFlags name."""
-    return open_shards(list_shards(flags.folder(split), split, flags.data_cache_gb), flags.skip_bad_shards)
+    return open_shards(list_shards(flags.folder(split), split, flags.data_cache_gb))
 
 
 def list_shards(data_dir=None, split="train", cache_gb=CACHE_GB):
@@ -101,20 +95,14 @@ def list_shards(data_dir=None, split="train", cache_gb=CACHE_GB):
     return sorted(files, key=lambda file: (file.name, str(file).split("/")))
 
 
-def open_shards(paths, skip_bad=False):
+def open_shards(paths):
     """Reads the footers of files, as list_shards returns them or paths, and returns a list of Shards.
 
-    Raises BadInput if a file is not a whole parquet file with a column of text, which `skip_bad` skips with a warning,
-    and if every document is empty.
+    Raises BadInput if a file is not a whole parquet file with a column of text, and if every document is empty.
     """
     files = [LocalFile(Path(path)) if isinstance(path, str | Path) else path for path in paths]
     fetch_footers(files)
-    shards = []
-    for file in files:
-        try:
-            shards.append(_open_shard(file, skip_bad))
-        except BadInput as error:
-            _skip_or_raise(error, skip_bad)
+    shards = list(map(_open_shard, files))
     if next(all_pieces(shards), None) is None:
         names = ", ".join(map(str, files[:3]))
         more = " …" if len(files) > 3 else ""
@@ -122,7 +110,7 @@ def open_shards(paths, skip_bad=False):
     return shards
 
 
-def _open_shard(file, skip_bad):
+def _open_shard(file):
     try:
         with file.open_footer() as source:
             metadata = pq.read_metadata(source)
@@ -143,7 +131,7 @@ def _open_shard(file, skip_bad):
     # The footer says where each column of a row group lies, how large it is, and how many documents it has. The text
     # itself is read only when its turn comes.
     digest = hashlib.sha256(f"{file.name} {size} {file.commit}".encode() + footer).hexdigest()
-    return Shard(file, size, tuple(documents), digest, max(compressed, default=0), skip_bad)
+    return Shard(file, size, tuple(documents), digest, max(compressed, default=0))
 
 
 def _check_text_column(file, schema):
@@ -171,23 +159,18 @@ def read_pieces(shard, row_group, document, stop, first_piece=0, max_bytes=4 << 
 
     Returns a list of TextPieces and the number of the document with which to continue: the last piece's document if
     that goes on, else the next. Reading ends early once the pieces have `max_bytes`. Empty documents have no piece.
-    Raises CorruptRowGroup if the row group cannot be decoded, and BadInput if the file cannot be read.
+    Raises BadInput if the row group cannot be read.
     """
-    # Parquet decodes a row group from its beginning, so later documents take longer. With shard.skip_bad, a row group
-    # ends before its first corrupt batch. Batches do not depend on where reading begins, so every run skips the same
-    # documents.
+    # Parquet decodes a row group from its beginning, so later documents take longer.
     pieces = []
     n_bytes = 0
-    try:
-        for piece in _decode(shard, row_group, document, stop):
-            if piece.document == document and piece.index < first_piece:
-                continue
-            pieces.append(piece)
-            n_bytes += len(piece.text)
-            if n_bytes >= max_bytes:
-                return pieces, piece.document + piece.is_last
-    except CorruptRowGroup as error:
-        _skip_or_raise(error, shard.skip_bad)
+    for piece in _decode(shard, row_group, document, stop):
+        if piece.document == document and piece.index < first_piece:
+            continue
+        pieces.append(piece)
+        n_bytes += len(piece.text)
+        if n_bytes >= max_bytes:
+            return pieces, piece.document + piece.is_last
     return pieces, stop
 
 
@@ -217,7 +200,7 @@ def _bytes_in(column):
 # A file is opened for each portion of text. Kept open, the file of each lane would hold pages of 10 MB: a row group of
 # 337 MB took 14,272 instead of 733 ns per token then, and 5.4 GB of memory (dev/log).
 def _batches(shard, row_group, columns):
-    """Yields Arrow batches of columns, for all documents of a row group. Raises CorruptRowGroup."""
+    """Yields Arrow batches of columns, for all documents of a row group. Raises BadInput."""
     found = 0
     try:
         source, metadata = shard.file.open_row_group(row_group, columns)
@@ -232,22 +215,21 @@ def _batches(shard, row_group, columns):
         if found < expected:
             raise pa.ArrowInvalid(f"it ends after {found} of {expected} documents")
     except (pa.ArrowException, OSError) as error:
-        message = f"{shard.file}: row group {row_group} cannot be read ({_first_line(error)}): "
+        advice = "copy or prepare the file again"
         if getattr(error, "errno", None):  # the file or its disk is missing, perhaps temporarily
-            raise BadInput(message + "make it readable again") from None
-        raise CorruptRowGroup(message + "copy or prepare the file again, or use --skip_bad_shards") from None
+            advice = "make it readable again"
+        raise BadInput(f"{shard.file}: row group {row_group} cannot be read ({_first_line(error)}): {advice}") from None
 
 
 def _batch_size(group):
     """Returns how many documents of a row group are decoded at a time."""
     size = min(4096, READ_BATCH_BYTES * group.num_rows // max(1, group.total_byte_size))
-    # A dictionary holds a text once that many documents may have, and DELTA_BYTE_ARRAY the common beginning of two. So
-    # the text may be many times as long as the row group, but each document's at most as long as what is shared.
+    # A dictionary holds a text once that many documents may have. So the text may be many times as long as the row
+    # group, but each document's at most as long as the dictionary.
     for column in map(group.column, range(group.num_columns)):
-        is_delta = "DELTA_BYTE_ARRAY" in column.encodings
-        if column.path_in_schema == TEXT and (is_delta or column.has_dictionary_page):
+        if column.path_in_schema == TEXT and column.has_dictionary_page:
             longest = column.total_uncompressed_size
-            if not is_delta and column.data_page_offset > column.dictionary_page_offset:
+            if column.data_page_offset > column.dictionary_page_offset:
                 dictionary = column.data_page_offset - column.dictionary_page_offset
                 longest = dictionary * longest // max(1, column.total_compressed_size)  # by the column's compression
             size = min(size, LONGEST_BATCH_BYTES // max(1, longest))
@@ -282,28 +264,12 @@ def read_columns(shard, *names):
     for row_group, num_documents in enumerate(shard.row_group_documents):
         if not num_documents:
             continue
-        try:
-            for batch in _batches(shard, row_group, [TEXT, *there]):
-                unknown = ["unknown"] * len(batch)
-                values = [batch[name].to_pylist() if name in there else unknown for name in names]
-                for document in zip(_bytes_in(batch[TEXT]), *values, strict=True):
-                    if document[0]:
-                        yield document
-        except CorruptRowGroup as error:
-            _skip_or_raise(error, shard.skip_bad)
-
-
-_skipped = set()
-
-
-def _skip_or_raise(error, skip_bad):
-    """Prints a warning, once in a process, or raises `error`. Every rank warns, because rank 0 may never meet this."""
-    if not skip_bad:
-        raise error
-    message = str(error).rsplit(": ", 1)[0]
-    if message not in _skipped:
-        _skipped.add(message)
-        say(f"warning: skipped what cannot be read: {message}")
+        for batch in _batches(shard, row_group, [TEXT, *there]):
+            unknown = ["unknown"] * len(batch)
+            values = [batch[name].to_pylist() if name in there else unknown for name in names]
+            for document in zip(_bytes_in(batch[TEXT]), *values, strict=True):
+                if document[0]:
+                    yield document
 
 
 # A long document is cut where a line begins with a letter, because no split pattern joins the text before it with the

@@ -2,14 +2,12 @@
 
 A tokenizer directory holds `vocabulary.tiktoken` (one line per token: base64 and rank), `tokenizer.json` (split pattern
 and special tokens) and `token_bytes.pt` (number of bytes of every token, for other programs), as scripts/tok_train.py
-writes them; or the `tokenizer.pkl` of karpathy/nanochat, or the `tokenizer.json` of Hugging Face's library (see
-hub_tokenizer.py).
+writes them; or the `tokenizer.json` of Hugging Face's library (see hub_tokenizer.py).
 """
 import base64
 import binascii
 import functools
 import json
-import pickle
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +25,6 @@ INSTALLED_DIR = Path(__file__).resolve().parent / "shipped_tokenizer"  # the sam
 VOCABULARY_FILE = "vocabulary.tiktoken"
 CONFIG_FILE = "tokenizer.json"
 TOKEN_BYTES_FILE = "token_bytes.pt"
-PICKLE_FILE = "tokenizer.pkl"
 
 FIM_TOKENS = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|file_sep|>")  # in the order of a document
 _INFILL_TOKENS = {"<|bos|>", *FIM_TOKENS}
@@ -85,7 +82,6 @@ class Tokenizer:
             raise ValueError("the ids of ranks and special tokens are not 0, 1, 2 …, each once")
         if "<|bos|>" not in special_tokens:
             raise ValueError("there is no <|bos|> among the special tokens")
-        _require_no_empty_piece(pattern)
         self._encoding = tiktoken.Encoding("nanochat", pat_str=pattern, mergeable_ranks=mergeable_ranks,
                                            special_tokens=special_tokens)
         self._ranks = mergeable_ranks
@@ -195,17 +191,6 @@ class Tokenizer:
         torch.save(self.token_bytes(), directory / TOKEN_BYTES_FILE)
 
 
-def _require_no_empty_piece(pattern):
-    """Raises ValueError if a split pattern is no regular expression, or matches no characters: such a piece ends
-    tiktoken with a panic."""
-    # The probe has a token for the empty piece (id 256), so a bad pattern shows as that id and not as a panic.
-    ranks = {b"": 256} | {bytes([byte]): byte for byte in range(256)}
-    probe = tiktoken.Encoding("probe", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
-    every_kind = "".join(map(chr, range(0x250))) + "\n\u4e2d\u2028 a1 _(\n"
-    if any(256 in probe.encode_ordinary(text) for text in ("", *every_kind, every_kind)):
-        raise ValueError(f"the split pattern {pattern!r} matches pieces without a character")
-
-
 # Loading
 
 
@@ -226,18 +211,16 @@ def load_tokenizer(tokenizer_dir=None, checkpoint=None):
         places += parent, parent / "tokenizer_65k"
     for directory in places:
         try:
-            there = {name for name in (VOCABULARY_FILE, CONFIG_FILE, PICKLE_FILE) if (directory / name).exists()}
+            there = {name for name in (VOCABULARY_FILE, CONFIG_FILE) if (directory / name).exists()}
         except OSError as error:
             raise BadInput(f"{directory} cannot be read ({error.strerror}): give yourself the right to read it, or "
                            "name another with --tokenizer_dir") from None
         if VOCABULARY_FILE not in there and _is_huggingface(directory / CONFIG_FILE):
             return _load(directory / CONFIG_FILE, _read_huggingface)
-        if VOCABULARY_FILE in there or CONFIG_FILE in there:
+        if there:
             return _load(directory, _read_files)
-        if PICKLE_FILE in there:
-            return _load(directory, _read_pickle)
     raise BadInput(f"no tokenizer in {' or '.join(map(str, parents))}: it needs {VOCABULARY_FILE} and {CONFIG_FILE}, "
-                   f"or {PICKLE_FILE}, or Hugging Face's {CONFIG_FILE}")
+                   f"or Hugging Face's {CONFIG_FILE}")
 
 
 def check_tokenizer(tokenizer, vocab_size=None, sha256=None):
@@ -289,28 +272,3 @@ def _read_files(directory):
             raise ValueError(f"{VOCABULARY_FILE} line {number} is not a base64 token and a rank") from None
     config = json.loads((directory / CONFIG_FILE).read_text(encoding="utf-8"))
     return Tokenizer(ranks, config["pattern"], config["special_tokens"])
-
-
-class _PickledEncoding:
-    """Replaces tiktoken.Encoding while a pickle is read: it only keeps the state."""
-
-    def __setstate__(self, state):
-        self.state = state
-
-
-class _TiktokenUnpickler(pickle.Unpickler):
-    """Unpickles tiktoken.Encoding and nothing else, because a pickle may call any function that it names."""
-
-    def find_class(self, module, name):
-        if (module, name) == ("tiktoken.core", "Encoding"):
-            return _PickledEncoding
-        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which a tokenizer does not need")
-
-
-def _read_pickle(directory):
-    with open(directory / PICKLE_FILE, "rb") as file:
-        try:
-            state = _TiktokenUnpickler(file).load().state
-        except Exception as error:  # a damaged pickle may raise anything
-            raise ValueError(f"{PICKLE_FILE} is not a pickled tiktoken.Encoding: {error}") from None
-    return Tokenizer(state["mergeable_ranks"], state["pat_str"], state["special_tokens"])

@@ -279,6 +279,7 @@ GONE = {
     "rate_horizon": Gone("multiply the rates with --lr_scale; a run that began with it keeps it"),
     "learning_rate": Gone("multiply all rates with --lr_scale, such as --lr_scale=0.5"),
     "data_mix": Gone("give its file as --data_dir"),
+    "skip_bad_shards": Gone("copy a corrupt shard again, or begin a new run without it: leave it out", off=(False,)),
     "preflight": Gone("run python3 -m scripts.tpu_preflight before, with the same flags"),
     "tokenizer_threads": Gone("each rank has two threads that prefetch and tokenize: leave it out"),
 }

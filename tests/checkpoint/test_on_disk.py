@@ -153,7 +153,3 @@ def test_a_disk_that_cannot_rename_a_folder_is_refused_and_one_that_cannot_sync_
                         else sync(number))
     on_disk.check_renaming(tmp_path)
     assert on_disk.find_problem(save(tmp_path, 1)) is None
-
-
-def test_state_bytes_counts_every_tensor():
-    assert state_bytes(*make_state()) == (2 * 8 * 8 + 16 * 8) * (4 + 2)

@@ -157,21 +157,6 @@ def test_weights_of_another_rank_that_are_not_finite_are_not_saved_and_the_next_
     assert saver.saved_step == 2 and names(tmp_path) == ["step_000002"]
 
 
-def test_what_goes_wrong_with_a_part_is_raised_by_the_next_call_of_its_rank(tmp_path, monkeypatch):
-    def fail(*_):
-        raise OSError(5, "Input/output error")
-
-    saver = Saver(tmp_path)
-    monkeypatch.setattr(saver_module, "write_files", fail)
-    state = make_state(1)
-    layout = make_layout(state)
-    saver.save_part(1, layout, *part_of(state, layout, 1))
-    with pytest.raises(OSError, match="Input/output error"):
-        saver.finish(timeout_s=60)
-    with pytest.raises(OSError, match="Input/output error"):
-        saver.check()
-
-
 def test_the_parts_of_a_checkpoint_that_rank_0_gives_up_end_quietly(tmp_path, monkeypatch):
     saver, state = Saver(tmp_path), make_state(1)
     layout, write = make_layout(state), saver_module.write_files

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from nanochat.corpus.corpus import choose_validation
+from nanochat.corpus.build import choose_validation
 from nanochat.corpus.duplicates import signature
 from nanochat.corpus.scan import clean
 from tests.corpus.projects import cpp, make_project, prepare, read

@@ -218,7 +218,7 @@ def test_a_node_that_differs_or_sees_other_files_is_named(tmp_path):
         ray_cluster._with_same_versions(versions, check_unchanged, (source,))
 
 
-@pytest.mark.parametrize("step", ["scan", "corpus.write_shard"])
+@pytest.mark.parametrize("step", ["scan", "write_shard"])
 def test_what_a_node_writes_to_a_disk_of_its_own_is_missed_at_once(tmp_path, monkeypatch, step, flags):
     monkeypatch.setattr(f"nanochat.corpus.build.{step}", lambda *arguments: {})
     with pytest.raises(BadInput, match="is not seen here: name an --out_dir that all nodes share"):

@@ -41,9 +41,9 @@ def rows_and_others(options):
         {name: value for name, value in options.items() if name not in names}
 
 
-def open_loader(paths, tokenizer=None, skip_bad=False, fim_rate=0.0, fim_kinds=KINDS, **options):
+def open_loader(paths, tokenizer=None, fim_rate=0.0, fim_kinds=KINDS, **options):
     """Returns a DataLoader over shards. options: fields of RankRows, some with a default here, and arguments."""
     rows, options = rows_and_others({"batch_size": 4, "seq_len": 128, "num_lanes": 8, **options})
     if fim_rate:
         options["infilling"] = Infilling(fim_rate, rows.seed, fim_kinds)
-    return DataLoader(open_shards(paths, skip_bad), tokenizer or ByteTokenizer(), rows, **options)
+    return DataLoader(open_shards(paths), tokenizer or ByteTokenizer(), rows, **options)

@@ -13,14 +13,12 @@ import torch
 from nanochat.common import BadInput
 from nanochat.data import loader as loader_module
 from nanochat.data import shards as shards_module
-from nanochat.data import units as units_module
 from nanochat.data.lanes import PADDING, Lane
 from nanochat.data.loader import SyntheticLoader
 from nanochat.data.shards import open_shards, read_pieces
 from nanochat.data.units import Units
 from scripts.bench import loader as bench_loader
 from tests.data.documents import ByteTokenizer, make_texts, open_loader, rows_and_others, write
-from tests.data.test_shards import damage, write_pages
 
 
 def as_saved(state):
@@ -128,35 +126,6 @@ def test_rows_become_longer_at_a_step_and_hold_the_same_whatever_the_ranks_and_w
 def test_rows_of_an_evaluation_keep_their_length(shards):
     with open_loader(shards, num_rows=10) as loader, pytest.raises(ValueError, match="keep their length"):
         loader.change_rows(1, 64)
-
-
-def test_what_is_skipped_of_a_corrupt_shard_is_the_same_for_any_number_of_ranks_and_after_restoring(tmp_path,
-                                                                                                    monkeypatch):
-    monkeypatch.setattr(shards_module, "READ_BATCH_BYTES", 2000)
-    monkeypatch.setattr(shards_module, "PIECE_BYTES", 500)
-    monkeypatch.setattr(loader_module, "BLOCK_TOKENS", 500)
-    path = write_pages(tmp_path / "a.parquet", make_texts(300), 100)
-    expected = [rows for rows, _ in read_steps([path], 30, world_size=1)]
-    damage(path, 1, 3_000, b"??")
-    with pytest.raises(BadInput, match=r"a\.parquet: row group 1 cannot be read"):
-        list(read_steps([path], 30, world_size=1))
-    steps = list(read_steps([path], 30, world_size=1, skip_bad=True))
-    assert not all(torch.equal(rows, whole) for (rows, _), whole in zip(steps, expected, strict=True))
-    for world_size in (2, 4, 8):
-        monkeypatch.setattr(units_module, "KEPT_BYTES", 0)  # what is kept in memory is read at once
-        again = read_steps([path], 30, world_size, skip_bad=True)
-        assert all(torch.equal(a, b) for (a, _), (b, _) in zip(steps, again, strict=True))
-    for k, world_size in zip(range(0, 28, 3), itertools.cycle((1, 2, 4, 8)), strict=False):
-        resumed = read_steps([path], 2, world_size, state=steps[k][1], skip_bad=True)
-        assert all(torch.equal(a, b) for (a, _), (b, _) in zip(steps[k + 1:k + 3], resumed, strict=True))
-
-
-def test_a_saved_position_whose_data_is_corrupt_by_now_is_refused(tmp_path):
-    path = write_pages(tmp_path / "a.parquet", make_texts(300), 100)
-    state = list(read_steps([path], 4, world_size=1))[-1][1]
-    damage(path, 0, 300, b"??")
-    with pytest.raises(BadInput, match="saved position .*cannot be read"):
-        list(read_steps([path], 30, world_size=1, state=state, skip_bad=True))
 
 
 def lane_text(shards, lane, state, seed=0, num_lanes=8):

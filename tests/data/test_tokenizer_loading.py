@@ -1,11 +1,7 @@
 """A tokenizer is found, comes back as it was saved, and is read without trusting its files."""
 import base64
-import json
-import pickle
-from pathlib import Path
 
 import pytest
-import tiktoken
 import torch
 
 from nanochat.common import BadInput
@@ -26,17 +22,6 @@ def save(directory, tokenizer=None):
     return directory
 
 
-def save_pickle(directory, content):
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "tokenizer.pkl").write_bytes(content)
-    return directory
-
-
-def nanochat_encoding():
-    return tiktoken.Encoding("rustbpe", pat_str=r"[^\n]+|\n", mergeable_ranks={bytes([i]): i for i in range(256)},
-                             special_tokens={"<|bos|>": 256, "<|user_start|>": 257})
-
-
 def test_the_flag_overrides_the_base_directory_which_overrides_the_shipped_one(tmp_path, base_dir):
     assert load_tokenizer().n_vocab == 65536
     save(base_dir / "tokenizer" / "tokenizer_65k")
@@ -53,46 +38,6 @@ def test_a_saved_tokenizer_is_the_same_when_it_is_loaded(tmp_path):
     assert again.sha256 == shipped.sha256
     assert again.sha256 != byte_tokenizer().sha256
     assert again.encode(HEADERS[0]) == shipped.encode(HEADERS[0])
-
-
-@pytest.mark.parametrize("protocol", [3, 4, 5])
-def test_nanochats_own_pickle_loads(base_dir, protocol):
-    save_pickle(base_dir / "tokenizer", pickle.dumps(nanochat_encoding(), protocol))
-    tokenizer = load_tokenizer()
-    assert (tokenizer.n_vocab, tokenizer.bos_id) == (258, 256)
-    assert tokenizer.decode(tokenizer.encode("int x;\n")) == "int x;\n"
-    with pytest.raises(BadInput, match="fim_prefix"):
-        tokenizer.special("<|fim_prefix|>")
-
-
-class Malicious:
-    def __init__(self, function, *arguments):
-        self.call = function, arguments
-
-    def __reduce__(self):
-        return self.call
-
-
-def test_a_pickle_can_name_nothing_but_tiktokens_encoding(tmp_path):
-    marker = tmp_path / "ran"
-    for function, argument in ((Path.touch, marker), (eval, f"open({str(marker)!r}, 'w')"), (exec, "raise SystemExit"),
-                               (tiktoken.get_encoding, "gpt2"), (__import__, "antigravity")):
-        for content in (Malicious(function, argument), {"mergeable_ranks": Malicious(function, argument)}):
-            save_pickle(tmp_path / "tokenizer", pickle.dumps(content))
-            with pytest.raises(BadInput, match="cannot be loaded"):
-                load_tokenizer(tmp_path / "tokenizer")
-            assert not marker.exists()
-
-
-@pytest.mark.parametrize("content", [
-    b"", b"garbage", pickle.dumps(nanochat_encoding())[:-40], pickle.dumps({"pat_str": "x"}), pickle.dumps(None),
-    pickle.dumps(nanochat_encoding(), 0),  # asks for copyreg
-    b"\x80\x04ctiktoken.core\nEncoding\n)\x81Vcl100k_base\nb.",  # a state by which tiktoken would ask the network
-    b"\x80\x04ctiktoken.core\nEncoding\n)\x81}(X\x0f\x00\x00\x00mergeable_ranksK\x01X\x07\x00\x00\x00pat_strK\x02ub.",
-])
-def test_a_pickle_that_holds_no_tokenizer_is_bad_input(tmp_path, content):
-    with pytest.raises(BadInput, match="cannot be loaded"):
-        load_tokenizer(save_pickle(tmp_path, content))
 
 
 def vocabulary(*lines):
@@ -112,8 +57,6 @@ def vocabulary(*lines):
     ("tokenizer.json", b'{"pattern": 5, "special_tokens": {"<|bos|>": 256}}', "str"),
     ("tokenizer.json", b'{"pattern": ".", "special_tokens": {"<|eos|>": 256}}', "no <|bos|>"),
     ("tokenizer.json", b'{"pattern": ".", "special_tokens": {"<|bos|>": "256"}}', ""),
-    *(("tokenizer.json", json.dumps({"pattern": pattern, "special_tokens": {"<|bos|>": 256}}).encode(),
-       "pieces without a character") for pattern in ("", "a*", r"\s+|")),
     ("tokenizer.json", None, "No such file"),
     ("vocabulary.tiktoken", None, "No such file"),
 ])

@@ -38,12 +38,12 @@ def write_table(tmp_path, byte_tokenizer_dir, corpus_dir):
 
 
 def test_a_table_is_every_variant_with_every_seed_and_a_variant_s_flags_count(write_table):
-    trials = read_trials(write_table("[variants.default]\n[variants.wide]\nmodel_dim = 128\nskip_bad_shards = true\n"))
+    trials = read_trials(write_table("[variants.default]\n[variants.wide]\nmodel_dim = 128\nsynthetic_data = true\n"))
     assert [trial.directory.name for trial in trials] == [
         "rates.default.0", "rates.wide.0", "rates.default.1", "rates.wide.1"]
     wide = trials[3]
     flags = parse_flags(wide.argv)
-    assert flags.data.skip_bad_shards and flags.run.seed == 1
+    assert flags.data.synthetic_data and flags.run.seed == 1
     assert wide.variant == "wide" and wide.argv.count("--model_dim=128") == 1
     assert not any(word.startswith("--model_dim=64") for word in wide.argv)
 
