@@ -6,8 +6,7 @@ On a laptop, the same program runs over two XLA devices of its CPU:
 
     CPU_NUM_DEVICES=2 python3 -m scripts.base_train --config=configs/two_devices.toml
 
-On GPUs: torchrun --nproc_per_node=8 -m scripts.base_train … A run whose name has a checkpoint resumes from it.
-docs/training.md says more.
+A run whose name has a checkpoint resumes from it. docs/training.md says more.
 """
 # No line at module level touches the XLA runtime: each chip needs a process of its own, which starts it.
 from nanochat.common import run_script

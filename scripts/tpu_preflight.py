@@ -25,7 +25,6 @@ def main(argv=None):
     from nanochat.train.describe import describe_plan
     from nanochat.train.plan import make_plan
     from nanochat.train.start import run_tokenizer, with_start
-    from nanochat.train.text import mixture_lines
     flags = with_start(flags)
     require_searchable(own, flags)
     if flags.data.mixture:
@@ -34,7 +33,7 @@ def main(argv=None):
     tokenizer = run_tokenizer(flags)
     plan = make_plan(flags, tokenizer.n_vocab, "tpu", own.tpu_slice.chips)
     checks = find_checks(own.measured, plan, own.tpu_slice)
-    for line in (*describe_plan(plan, tokenizer), *mixture_lines(flags.data, plan)):
+    for line in describe_plan(plan, tokenizer):
         say(line)
     programs, traced = trace_run(flags, own.tpu_slice.chips)
     settled = flags.settled(programs.plan.config).as_dict()

@@ -13,12 +13,8 @@ def all_reduce_sum(tensors, dist):
     # The caller averages, because torch_xla ignores a scale with one rank.
     if dist.world_size == 1:
         return
-    if dist.is_xla:
-        import torch_xla.core.xla_model as xm
-        xm.all_reduce(xm.REDUCE_SUM, tensors)
-    else:
-        for tensor in tensors:
-            torch.distributed.all_reduce(tensor)
+    import torch_xla.core.xla_model as xm
+    xm.all_reduce(xm.REDUCE_SUM, tensors)
 
 
 def reduce_scatter_sum(tensor, dist):

@@ -6,8 +6,6 @@ the same weights. Chips along `fsdp` hold a part of each weight, and gather a la
 hidden units and the vocabulary (arXiv 1909.08053).
 """
 import math
-import os
-import re
 from bisect import bisect_left
 from dataclasses import dataclass
 
@@ -86,45 +84,17 @@ def all_meshes(chips, tensor=1):
     return found
 
 
-def make_mesh(fsdp, tensor, chips, environment=os.environ):
+def make_mesh(fsdp, tensor, chips):
     """Returns the Mesh of `chips` chips for --mesh_fsdp and --mesh_tensor; the remaining chips are along data. Raises
-    BadInput if the product is another number of chips.
-
-    If both are 1, TPU_MESH_CONFIG counts: "4,2" for example, the chips along the axes in
-    TPU_AXIS_NAMES, by default data,fsdp,tensor.
-    """
-    data = None
-    source = f"--mesh_fsdp={fsdp} --mesh_tensor={tensor}"
-    if (fsdp, tensor) == (1, 1) and environment.get("TPU_MESH_CONFIG"):
-        config = environment["TPU_MESH_CONFIG"]
-        names = environment.get("TPU_AXIS_NAMES") or ",".join(AXES)
-        data, fsdp, tensor = _read_environment(config, names)
-        source = f"TPU_MESH_CONFIG={config} with TPU_AXIS_NAMES={names}"
-    others = fsdp * tensor
-    if data is None and chips % others == 0:
-        data = chips // others
-    if data is None or data * others != chips:
+    BadInput if these do not divide the number of chips."""
+    if chips % (fsdp * tensor):
         instead = f"{divisors_in_words(chips, tensor)} along tensor"
         if chips % tensor == 0:
             instead = f"{divisors_in_words(chips // tensor, fsdp)} along fsdp"
-        raise BadInput(f"{source} are {data or '?'} × {fsdp} × {tensor} chips along data, fsdp and "
-                       f"tensor, and there are {chips}: use {instead}, and the others along data; on a CPU, "
-                       "CPU_NUM_DEVICES with --device_type=xla sets their number")
-    return Mesh(data, fsdp, tensor)
-
-
-def _read_environment(config, names):
-    """Returns the chips along each of AXES for TPU_MESH_CONFIG and TPU_AXIS_NAMES. Raises BadInput."""
-    axes = [name.strip().lower() for name in names.split(",")]
-    axes = ["tensor" if name == "model" else name for name in axes]
-    sizes = config.strip("() ").split(",")
-    are_sizes = all(re.fullmatch(r"\s*[1-9][0-9]{0,5}\s*", size) for size in sizes)
-    if not are_sizes or len(set(axes)) < len(axes) or not set(axes) <= {*AXES} or len(sizes) > len(axes):
-        raise BadInput(f"TPU_MESH_CONFIG={config[:40]} with TPU_AXIS_NAMES={names[:80]} is no mesh: set the chips "
-                       "along each axis and its names, such as TPU_MESH_CONFIG=4,2 TPU_AXIS_NAMES=data,fsdp, or unset "
-                       "both")
-    found = dict(zip(axes, map(int, sizes), strict=False))
-    return [found.get(axis, 1) for axis in AXES]
+        raise BadInput(f"--mesh_fsdp={fsdp} --mesh_tensor={tensor} do not divide the number of chips, {chips}: use "
+                       f"{instead}, and the others along data; on a CPU, CPU_NUM_DEVICES with --device_type=xla sets "
+                       "their number")
+    return Mesh(chips // (fsdp * tensor), fsdp, tensor)
 
 
 def require_divisible(mesh, axis, sizes):

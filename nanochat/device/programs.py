@@ -71,24 +71,6 @@ def synchronize(dist):
         torch.cuda.synchronize()
 
 
-@contextmanager
-def device_trace(dist, folder):
-    """Records a trace of host and device inside the block, and waits for the device at its end. Writes files for
-    TensorBoard to `folder`: xprof's from XLA, torch.profiler's from cuda and cpu."""
-    if not dist.is_xla:
-        with torch.profiler.profile(on_trace_ready=torch.profiler.tensorboard_trace_handler(str(folder))):
-            yield
-            synchronize(dist)
-        return
-    import torch_xla.debug.profiler as xp
-    xp.start_trace(folder)
-    try:
-        yield
-        synchronize(dist)
-    finally:
-        xp.stop_trace()
-
-
 def compilations():
     """Returns the number of XLA programs that this process has compiled; 0 if XLA is not in use."""
     return _compile_time()[0]

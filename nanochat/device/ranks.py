@@ -21,6 +21,7 @@ _HARMFUL_VARIABLES = {
     "XLA_USE_BF16": "makes torch_xla keep all weights, sums and averages in bfloat16",
     "XLA_DOWNCAST_BF16": "makes torch_xla keep all weights, sums and averages in bfloat16",
     "XLA_USE_SPMD": "makes torch_xla leave out the sums over the ranks",
+    "TPU_MESH_CONFIG": "names a mesh, and only --mesh_fsdp and --mesh_tensor do",
 }
 
 
@@ -157,14 +158,8 @@ def compute_init(device_type, hosts=1):
                     xr.local_ordinal())
     elif device_type == "cuda":
         import torch
-        local_rank = int(os.environ.get("LOCAL_RANK", 0))
-        world_size = int(os.environ.get("WORLD_SIZE", 1))
-        torch.cuda.set_device(local_rank)
         torch.set_float32_matmul_precision("high")
-        device = torch.device("cuda", local_rank)
-        if world_size > 1:
-            torch.distributed.init_process_group("nccl", device_id=device)
-        dist = Dist("cuda", device, int(os.environ.get("RANK", 0)), world_size, local_rank=local_rank)
+        dist = Dist("cuda", torch.device("cuda"))
     else:
         import torch
         dist = Dist("cpu", torch.device("cpu"))
@@ -215,9 +210,7 @@ def _start_runtime(begin, local_rank, local_world_size):
 
 
 def compute_cleanup(dist):
-    if dist.device_type == "cuda" and dist.world_size > 1:
-        import torch
-        torch.distributed.destroy_process_group()
+    """Ends this thread's part as a rank."""
     _this_thread.dist = None
 
 

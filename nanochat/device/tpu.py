@@ -58,18 +58,6 @@ TPU_TYPES = {tpu.name: tpu for tpu in (
 _PCI_DEVICE_TO_TYPE = {"0x005e": "v4", "0x0062": "v5p", "0x0063": "v5e", "0x006f": "v6e"}
 _CHIPS_PER_HOST_OF_A_POD = 4  # every slice of more than one host, of every type
 
-# Dense bf16 FLOP/s from NVIDIA's data sheets, by words in the name that torch.cuda.get_device_name returns. The first
-# match counts, so special cases come before the general one.
-_GPU_PEAK_FLOPS = (
-    ("B200", 2250e12),
-    ("H200 NVL", 836e12), ("H200", 989e12), ("GH200", 989e12),
-    ("H100 NVL", 835e12), ("H100 PCIE", 756e12), ("H100", 989e12),
-    ("A100", 312e12), ("A10G", 70e12), ("A10", 125e12), ("A40", 150e12), ("A6000", 155e12),
-    ("L40S", 362e12), ("L40", 181e12), ("L4", 121e12),
-    ("RTX 5090", 209.5e12), ("RTX 4090", 165e12), ("RTX 3090", 71e12),
-)
-
-
 # Options that overlap collectives with products. On a mesh with fsdp, 84% of the gathered bytes overlap. libtpu refuses
 # asynchronous exchanges for slices "on limited ICI": of v5e for 32 chips and more, of v4, v5p and v6e for none tried.
 _ASYNC_EXCHANGES = {"xla_tpu_enable_async_all_to_all": "true"}
@@ -190,28 +178,19 @@ def detect_accelerator(pci_devices="/sys/bus/pci/devices"):
     return None
 
 
-def peak_flops(device_name):
-    """Returns the dense bf16 FLOP/s of one chip, for MFU, or None if it is not in the tables. device_name: an
-    accelerator string, or the name that torch.cuda.get_device_name returns for a GPU."""
-    prefix = device_name.partition("-")[0]
+def peak_flops(accelerator):
+    """Returns the dense bf16 FLOP/s of one chip, for MFU, or None if it is not in the tables."""
+    prefix = accelerator.partition("-")[0]
     for tpu in TPU_TYPES.values():
         if prefix in (tpu.name, tpu.accelerator_prefix):
             return tpu.peak_flops
-    for part, flops in _GPU_PEAK_FLOPS:
-        if re.search(rf"\b{part}\b", device_name.upper()):
-            return flops
     return None
 
 
 def peak_flops_here(device_type):
-    """Returns the bf16 FLOP/s of one device of this machine, or None if it is not known."""
-    if device_type == "tpu":
-        accelerator = detect_accelerator()
-        return peak_flops(accelerator) if accelerator else None
-    if device_type != "cuda":
-        return None
-    import torch
-    return peak_flops(torch.cuda.get_device_name())
+    """Returns the bf16 FLOP/s of one device of this machine, or None if it is not known, as of GPUs."""
+    accelerator = detect_accelerator() if device_type == "tpu" else None
+    return peak_flops(accelerator) if accelerator else None
 
 
 # Prices

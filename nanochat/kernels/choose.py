@@ -54,9 +54,9 @@ def get_kernels(name, device_type, sharding=WHOLE, chunk_tokens=None, products="
         return xla.get_kernels(name, device_type == "xla", sharding, chunk_tokens or xla_loss.CHUNK_TOKENS,
                                Int8() if products == "int8" else Plain())
     if sharding != WHOLE:
-        raise BadInput(f"--mesh_fsdp and --mesh_tensor (or TPU_MESH_CONFIG) need layers that run as a loop on XLA, and "
-                       f"--kernel={name} has none here (device type {device_type}): use 1 chip along both, or "
-                       "--kernel=flash or chunked on tpu or xla")
+        raise BadInput(f"--mesh_fsdp and --mesh_tensor need layers that run as a loop on XLA, and --kernel={name} has "
+                       f"none here (device type {device_type}): use 1 chip along both, or --kernel=flash or chunked on "
+                       "tpu or xla")
     recompute = plain.recompute_on_xla if on_xla else plain.recompute
     if name == "current":
         cross_entropy = loss.full_cross_entropy

@@ -1,5 +1,4 @@
 """Searches for the largest batch, or the smallest mesh, with which base_train's programs fit into a chip's memory."""
-import os
 import tempfile
 
 from nanochat.common import BadInput, say
@@ -17,9 +16,9 @@ from nanochat.train.teacher import find_teacher
 
 def require_searchable(own, flags):
     """Raises BadInput if base_train's Flags fix what the PreflightFlags `own` search for."""
-    if own.find_mesh and (flags.devices.mesh_fsdp != 1 or os.environ.get("TPU_MESH_CONFIG")):
-        raise BadInput(f"--find_mesh searches for the mesh, but --mesh_fsdp={flags.devices.mesh_fsdp} or "
-                       "TPU_MESH_CONFIG names one: leave both out")
+    if own.find_mesh and flags.devices.mesh_fsdp != 1:
+        raise BadInput(f"--find_mesh searches for the mesh, but --mesh_fsdp={flags.devices.mesh_fsdp} names one: leave "
+                       "it out")
 
 
 def search(own, flags):

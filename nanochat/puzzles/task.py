@@ -15,12 +15,13 @@ from nanochat.device.ranks import print0
 from nanochat.model.optim import MuonAdamW
 from nanochat.model.parts import Parts
 from nanochat.puzzles.episodes import LOSSES, EpisodeLoss, empty_carry, solve, solve_held_out
-from nanochat.puzzles.flags import Flags, PuzzleFlags, UpdateFlags
+from nanochat.puzzles.flags import Flags
 from nanochat.puzzles.plan import PuzzlePlan, make_plan, make_rules
 from nanochat.puzzles.puzzle_data import PuzzleFeed, Puzzles, read_puzzles
 from nanochat.puzzles.trm import TRM
+from nanochat.train.start import saved_meta
 from nanochat.train.step import Objective, TrainingStep
-from nanochat.train.task import Event, flags_of
+from nanochat.train.task import Event
 
 
 @dataclass(frozen=True)
@@ -37,8 +38,7 @@ class PuzzleTask:
                "val_exact": "{:.1%} of the held-out puzzles solved", "val_cells": "{:.1%} of their cells"}
     num_lanes = 0
     to_use_it = ""
-    origin = lacks = source_zip = None
-    changing_flags = flags_of((PuzzleFlags, UpdateFlags), but={"data_dir"})
+    origin = source_zip = None
 
     def describe(self):
         return self.plan.describe(self.flags.puzzles.supervision_steps)
@@ -46,16 +46,6 @@ class PuzzleTask:
     def identity(self):
         return {"config": asdict(self.plan.config), "tokenizer_sha256": "",
                 "total_batch_size": self.plan.total_batch_size}
-
-    def resumed(self, path, meta):
-        # The data comes first: with another vocabulary, a message about the config would hide the reason.
-        require_same(path, {"the hash of --data_dir": (meta.data_fingerprint, self.data_fingerprint)})
-        for name, value in asdict(self.plan.config).items():
-            require_same(path, {f"the model's {name}": (meta.config.get(name), value)})
-        now = self.flags.as_dict()
-        for name in ("total_batch_size", "optimizer", "seed"):  # on which the carry and the optimizer's state depend
-            require_same(path, {f"--{name}": (meta.flags.get(name), now[name])})
-        return self
 
     def state_bytes(self):
         with torch.device("meta"):
@@ -127,8 +117,18 @@ class PuzzleTask:
         return {}
 
 
-def make_task(flags, device_type, world_size, directory):
+def make_task(flags, device_type, world_size, directory, checkpoint=None):
     """Returns the PuzzleTask for puzzle_train's Flags. Raises BadInput for anything that can be refused now."""
     puzzles = read_puzzles(flags.data_dir, "train")
     held_out = read_puzzles(flags.data_dir, "val")
-    return PuzzleTask(flags, make_plan(flags, puzzles, device_type, world_size), puzzles.fingerprint, held_out)
+    plan = make_plan(flags, puzzles, device_type, world_size)
+    saved = saved_meta(checkpoint, PuzzleTask.name)
+    if saved:
+        # The data comes first: with another vocabulary, a message about the config would hide the reason.
+        require_same(checkpoint, {"the hash of --data_dir": (saved.data_fingerprint, puzzles.fingerprint)})
+        for name, value in asdict(plan.config).items():
+            require_same(checkpoint, {f"the model's {name}": (saved.config.get(name), value)})
+        now = flags.as_dict()
+        for name in ("total_batch_size", "optimizer", "seed"):  # on which the carry and the optimizer's state depend
+            require_same(checkpoint, {f"--{name}": (saved.flags.get(name), now[name])})
+    return PuzzleTask(flags, plan, puzzles.fingerprint, held_out)

@@ -38,11 +38,10 @@ class MetricsLogger:
         """
         self.path = Path(run_dir) / METRICS_FILE
         self._total_steps = total_steps
-        self._resume_step = resume_step
         self._console = console
         self._of_task = of_task
         self._readers = readers
-        self._names_at_resume = _rewind(self.path, resume_step, console)
+        _rewind(self.path, resume_step, console)
         # Unbuffered: the kernel holds a logged record, which survives a kill of this process.
         self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         self._unwritten = b""
@@ -51,10 +50,6 @@ class MetricsLogger:
 
     def log(self, step, record, quiet=False):
         """Records {name: number or list of texts} for `step`, with a line on the console unless `quiet`."""
-        if step == self._resume_step:  # the file may have this step's evaluation already
-            record = {name: value for name, value in record.items() if name not in self._names_at_resume}
-            if not record:
-                return
         whole = {"step": step, "time": round(time.time(), 3)}
         for name, value in record.items():
             is_nan = isinstance(value, float) and not math.isfinite(value)  # JSON has none
@@ -103,32 +98,26 @@ def parse_record(line):
 
 
 def _rewind(path, resume_step, console):
-    """Deletes all records after `resume_step`, and with a warning all lines that are no records. Returns the names of
-    the metrics that the file has for `resume_step` itself."""
+    """Deletes the records that the run writes again, those after `resume_step` and of its evaluation, and with a
+    warning all lines that are no records."""
     if not path.exists():
-        return set()
+        return
     if resume_step is None:
         move_aside(path)
-        return set()
-    # The steps after the checkpoint are trained again, and write their records again. The events after the checkpoint's
-    # own step run again, too, though some of their metrics may be here: `log` leaves out the names of these.
+        return
     kept = []
-    names = set()
     num_others = 0
     for line in path.read_text(errors="replace").splitlines():
         record = parse_record(line)
         if record is None:
             num_others += 1
             continue
-        if record["step"] <= resume_step:
+        if record["step"] < resume_step or record["step"] == resume_step and "loss" in record:
             kept.append(line + "\n")
-        if record["step"] == resume_step:
-            names |= record.keys()
     if num_others:
         console(f"warning: {path}: left out what is no record of a step (lines: {num_others})")
     with written_whole(path) as unfinished:
         unfinished.write_text("".join(kept))
-    return names
 
 
 # WandB and TensorBoard are more readers of the records that never stop or delay a run: a bounded queue feeds a daemon
@@ -245,15 +234,6 @@ def format_duration(seconds):
     return f"{seconds}s"
 
 
-def _repeated_compilation(texts):
-    more = f" (and {len(texts) - 1} more)" if texts[1:] else ""
-    return f"compiled again: {texts[0]}{more}"
-
-
-def _whole_text(is_whole):
-    return "all of the validation text, which is shorter than --eval_tokens" if is_whole else ""
-
-
 def _mirror_behind(seconds):
     return f"mirror behind by {format_duration(seconds)}" if seconds >= MIRROR_BEHIND_S else ""
 
@@ -269,13 +249,11 @@ CONSOLE = {
     "time_left_s": "{} left",
     "val_bpb": "validation {:.4f} bits per byte",
     "val_bytes": "of {} bytes",
-    "val_whole_text": "{}",
     "fim_bpb": "middles {:.4f}",  # with --fim_rate: bits per byte of middles, given the text before and after
     "fim_bytes": "of {} bytes",
-    "recompiled": "{}",  # a list of texts, one for each program that was compiled again
+    "recompiled": "compiled again: {}",  # a list of programs
     "mirror_behind_s": "{}",  # for how long the mirror has lacked the newest checkpoint
 }
 _WORDS = {"tokens": format_count, "val_bytes": format_count, "time_left_s": format_duration,
-          "val_whole_text": _whole_text, "fim_bytes": format_count, "recompiled": _repeated_compilation,
-          "mirror_behind_s": _mirror_behind}
+          "fim_bytes": format_count, "recompiled": ", ".join, "mirror_behind_s": _mirror_behind}
 _NOT_FINITE = {"mean_loss": "loss not finite", "val_bpb": "validation not finite"}

@@ -1,14 +1,13 @@
-"""Measures the host's time in training, and finds the inputs that make a program compile again.
+"""Measures the host's time in training, and finds the programs that compile again.
 
 Nothing here waits for the device, except the end of a trace.
 """
-import re
 import time
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
-from nanochat.common import BadInput, say
-from nanochat.device.programs import compilations, compile_seconds, device_memory, device_trace, one_program
+from nanochat.common import say
+from nanochat.device.programs import compilations, compile_seconds, device_memory, one_program, synchronize
 
 
 class Observer:
@@ -17,7 +16,7 @@ class Observer:
     def __init__(self, dist):
         self.dist = dist
         self._warned = False
-        self._first_inputs = {}  # program -> {input: its type and shape}, when it first ran
+        self._have_run = set()  # names of programs
         self.begin_window()
 
     def begin_window(self):
@@ -34,17 +33,15 @@ class Observer:
         self._data_wait_s += time.monotonic() - begun
 
     @contextmanager
-    def program(self, name, collective=False, **inputs):
-        """Makes the block an XLA program, as one_program does, and reports its recompilations. inputs: its tensors."""
+    def program(self, name, collective=False):
+        """Makes the block an XLA program, as one_program does, and reports its recompilations."""
         with one_program(self.dist, name, collective) as run:
             yield
         self._host_s += run.host_s
-        # The first run of a program must compile it. A later compilation is lost time, and is reported with the inputs
-        # that changed.
-        if name not in self._first_inputs:
-            self._first_inputs[name] = describe(inputs)
-        elif run.is_compiled:
-            self._recompiled.append(f"{name}: {difference(describe(inputs), self._first_inputs[name])}")
+        # The first run of a program must compile it. A later compilation is lost time.
+        if name in self._have_run and run.is_compiled:
+            self._recompiled.append(name)
+        self._have_run.add(name)
 
     def record(self, window_s):
         """Returns the metrics of a window of `window_s` seconds.
@@ -81,60 +78,32 @@ def host_memory(path="/proc/meminfo"):
             "host_memory_limit_bytes": found["MemTotal:"]}
 
 
-def describe(inputs):
-    """Returns {name: "int32 (8, 1025)"} of {name: tensor}."""
-    found = {}
-    for name, tensor in inputs.items():
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        found[name] = f"{dtype} {tuple(tensor.shape)}"
-    return found
-
-
-def difference(now, first):
-    """Returns a text with the inputs whose type or shape has changed since the first run of a program."""
-    changed = []
-    for name, shape in now.items():
-        if shape != first[name]:
-            changed.append(f"{name} is {shape} and was {first[name]}")
-    return ", ".join(changed) or "its inputs are as before, so a number or a branch inside it has changed"
-
-
 class Profile:
-    """Traces --profile_steps on rank 0. A run that resumes in the middle of them traces the rest."""
+    """Traces --profile_steps on rank 0, with XLA. A run that resumes in the middle of them traces the rest."""
 
     def __init__(self, steps, folder, dist):
-        """steps: (begin, end) from parse_profile_steps; folder: of the trace."""
-        self._begin, self._end = steps if dist.rank == 0 else (0, 0)
+        """steps: "10:13" for the steps after the 10th up to the 13th, or ""; folder: of the trace."""
+        self._begin = self._end = 0
+        if steps and dist.rank == 0 and dist.is_xla:
+            self._begin, self._end = map(int, steps.split(":"))
         self._folder = folder
         self._dist = dist
-        self._trace = None
+        self._is_tracing = False
 
     def before_step(self, step):
         """Begins the trace if it is due. step: the number of steps completed."""
-        if self._begin <= step < self._end and self._trace is None:
-            self._trace = ExitStack()
-            self._trace.enter_context(device_trace(self._dist, self._folder))
-
-    def after_step(self, step):
-        """Ends the trace if it is due. step: the number of steps completed, this one included."""
-        if step >= self._end:
+        if self._begin <= step < self._end and not self._is_tracing:
+            import torch_xla.debug.profiler as xp
+            xp.start_trace(self._folder)
+            self._is_tracing = True
+        elif step >= self._end:
             self.close()
 
     def close(self):
-        """Ends the trace, if there is one, and writes its files."""
-        if self._trace:
-            self._trace.close()
-            self._trace = None
+        """Ends the trace, if there is one, once the device has run the steps, and writes its files."""
+        if self._is_tracing:
+            import torch_xla.debug.profiler as xp
+            synchronize(self._dist)
+            xp.stop_trace()
+            self._is_tracing = False
             say(f"wrote a trace: tensorboard --logdir={self._folder}")
-
-
-def parse_profile_steps(text, num_iterations):
-    """Returns (10, 13) for "10:13", the steps after the 10th up to the 13th, and (0, 0) for "". Raises BadInput for
-    other texts, and if the run has fewer steps."""
-    if not text:
-        return 0, 0
-    match = re.fullmatch(r"([0-9]{1,10}):([0-9]{1,10})", text)
-    if match and int(match[1]) < int(match[2]) <= num_iterations:
-        return int(match[1]), int(match[2])
-    raise BadInput(f"--profile_steps={text} is not BEGIN:END with BEGIN < END, END at most the run's {num_iterations} "
-                   "steps: give for example 10:13")

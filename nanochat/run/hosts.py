@@ -24,7 +24,7 @@ from nanochat.device import tpu
 
 PORT = 7690
 PACKAGES = ("torch", "torch_xla", "libtpu", "jax", "numpy")
-VARIABLES = ("LIBTPU_INIT_ARGS", "XLA_FLAGS", "TPU_MESH_CONFIG", "TPU_AXIS_NAMES")  # which change the programs
+VARIABLES = ("LIBTPU_INIT_ARGS", "XLA_FLAGS")  # which change the programs
 
 
 @dataclass(frozen=True)

@@ -104,8 +104,6 @@ def expected_world_size(device_type, hosts=1):
         return count_tpu_chips()
     if device_type == "xla":
         return hosts * int(os.environ.get("CPU_NUM_DEVICES", 1))
-    if device_type == "cuda":
-        return int(os.environ.get("WORLD_SIZE", 1))
     return 1
 
 

@@ -49,7 +49,7 @@ def _evaluate(task, measure):
         if not text:
             return {}
         if not metrics:  # the first set is that of the run
-            metrics = {"val_bytes": text.num_bytes, "val_whole_text": text.is_whole_text}
+            metrics = {"val_bytes": text.num_bytes}
             if text.num_bytes:
                 metrics["val_bpb"] = text.bits_per_byte
         if name:

@@ -52,6 +52,13 @@ def mirror_place(text):
     return place
 
 
+def span_of_steps(text):
+    match = re.fullmatch(r"([0-9]{1,10}):([0-9]{1,10})", text)
+    if not match or int(match[1]) >= int(match[2]):
+        raise BadInput("it is not BEGIN:END with BEGIN < END: give for example 10:13")
+    return text
+
+
 @dataclass(frozen=True)
 class RunFlags:
     run: str = flag("dummy", "name of the run, its folder and its entry in WandB; dummy: no WandB")
@@ -120,7 +127,6 @@ class DataFlags(TextFlags):
     fim_rate: float = flag(0.0, "fraction of the documents rewritten for fill in the middle; "
                            "docs/data.md#fill-in-the-middle", at_least=0, at_most=1)
     synthetic_data: bool = flag(False, "train on random tokens, to test a machine without data")
-    validation: str = ""  # no flag: the places of the validation sets, so that a resumed run can say what has changed
 
     def folder(self, split):
         return self.val_dir if split == "val" else self.data_dir
@@ -228,7 +234,8 @@ class RecordFlags:
     log_every: int = flag(10, "steps between lines of the log", at_least=1)
     step_timeout_s: float = flag(600.0, "end the run if a step exceeds this and 20 times the median; -1: never",
                                  above=0, unset=-1)
-    profile_steps: str = flag("", "BEGIN:END: trace the steps after BEGIN up to END for TensorBoard, such as 10:13")
+    profile_steps: str = flag("", "BEGIN:END: trace the steps after BEGIN up to END for TensorBoard, such as 10:13; on "
+                              "XLA", of=span_of_steps)
 
     @property
     def kept(self):

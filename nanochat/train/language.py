@@ -4,13 +4,13 @@ It brings together what the other files of the spine define: the flags and the p
 optimizer, the loss. The trainer (trainer.py) calls LanguageTask through the interface in task.py; make_task, at the
 end, makes one from the flags. evaluation.py has what it does between two steps.
 """
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from nanochat.checkpoint.meta import read_language_config, require_same
+from nanochat.checkpoint.meta import read_language_config
 from nanochat.checkpoint.on_disk import SOURCE
 from nanochat.checkpoint.pieces import state_bytes
 from nanochat.common import BadInput
@@ -18,22 +18,21 @@ from nanochat.data.fim import Infilling, check_fim
 from nanochat.data.loader import DataLoader, RankRows, SyntheticLoader
 from nanochat.data.mixture import MixtureLoader, open_mixture, read_mixture
 from nanochat.data.shards import open_text
-from nanochat.data.tokenizer import Tokenizer, load_tokenizer
+from nanochat.data.tokenizer import Tokenizer
 from nanochat.kernels.choose import get_kernels
 from nanochat.kernels.sharded import Sharding
 from nanochat.model.decoder import initial_weights
 from nanochat.model.models import require_as_saved
 from nanochat.model.optim import MuonAdamW
 from nanochat.model.parts import Parts
-from nanochat.model.rates import OptimConfig
 from nanochat.train.describe import describe_plan, require_time
 from nanochat.train.evaluation import evaluate, sample
-from nanochat.train.flags import BatchFlags, DistillationFlags, Flags
+from nanochat.train.flags import Flags
 from nanochat.train.plan import Plan, make_plan
 from nanochat.train.row_feed import RowFeed
-from nanochat.train.start import StartingPoint, as_begun, find_beginning, require_same_rows, run_tokenizer, saved_meta
+from nanochat.train.start import StartingPoint, find_beginning, require_same_rows, run_tokenizer, saved_meta
 from nanochat.train.step import Objective, TrainingStep
-from nanochat.train.task import Event, flags_of
+from nanochat.train.task import Event
 from nanochat.train.teacher import DistillationLoss, Teacher, find_teacher, load_teacher
 from nanochat.train.text import check_data, stage_rows
 
@@ -76,19 +75,15 @@ class LanguageTask:
     flags: Flags
     plan: Plan
     tokenizer: Tokenizer
-    asked: dict  # {flag of the model: its value on the command line, None if that lacks it}
     teacher: Teacher | None
     data_fingerprint: str | None  # None for synthetic data
     about_data: tuple = ()  # lines, in the format of describe_plan
     start: StartingPoint | None = None  # of a run that has not begun yet
-    lacks: str | None = None  # see Task
     validation_sets: dict = field(default_factory=dict)  # as in DataFlags; read once: a mixture may be edited later
     sources: tuple = ()  # names of the mixture's
     source: dict = field(default_factory=dict)  # see Meta
     source_zip: Path | None = None  # see Task
     name = "language"
-    changing_flags = (*flags_of((BatchFlags, OptimConfig, DistillationFlags), but={"device_batch_size"}),
-                      "compute_dtype", "products", "validation")
 
     @property
     def num_lanes(self):
@@ -122,21 +117,6 @@ class LanguageTask:
     def identity(self):
         return {"config": asdict(self.plan.config), "tokenizer_sha256": self.tokenizer.sha256,
                 "total_batch_size": self.plan.total_batch_size, "source": self.source}
-
-    def resumed(self, path, meta):
-        config = read_language_config(path, meta)
-        tokenizer = self.tokenizer
-        if meta.source:  # a new machine has the tokenizer only now, from the mirror
-            tokenizer = load_tokenizer(self.flags.data.tokenizer_dir, path)
-        require_same(path, {"the hash of the tokenizer": (meta.tokenizer_sha256, tokenizer.sha256)})
-        if self.data_fingerprint:  # synthetic data has none
-            what = "the hash of --data_dir's mixture" if self.flags.data.mixture else "the hash of --data_dir"
-            require_same(path, {what: (meta.data_fingerprint, self.data_fingerprint)})
-        require_as_saved(self.asked, config, path)
-        flags = as_begun(self.flags, meta).settled(config)
-        require_same_rows(path, meta, flags)
-        plan = make_plan(flags, tokenizer.n_vocab, self.plan.device_type, self.plan.world_size, meta)
-        return replace(self, flags=flags, plan=plan, tokenizer=tokenizer, start=None, **imported(path, meta))
 
     def state_bytes(self):
         with torch.device("meta"):  # shapes without memory
@@ -238,50 +218,38 @@ class LanguageTask:
                 Event("sample", record.sample_every, partial(sample, self))]
 
 
-def imported(path, meta):
-    """Returns {field: value} of a LanguageTask, what the checkpoint at `path`, with its Meta, has from an import."""
-    return {"source": meta.source, "source_zip": path / SOURCE if meta.source else None}
-
-
 # The flags that the run has follow from those that were asked for: first the commits of data on the Hub, then what the
-# run's beginning says, then the model of its plan, and last what is looked up once: a resumed run compares it.
-def make_task(flags, device_type, world_size, directory):
+# run's beginning says, then the model of its plan, and last what is looked up once: a resumed run has the same.
+def make_task(flags, device_type, world_size, directory, checkpoint=None):
     """Returns the LanguageTask for base_train's Flags. Raises BadInput.
 
-    directory: of the run.
+    directory: of the run; checkpoint: the path of its own, from which it resumes, or None.
     """
     if flags.data.mixture:
         read_mixture(flags.data.mixture)  # refuses wrong names and weights before any work
+    asked = asdict(flags.model)
+    saved = saved_meta(checkpoint, "language")
     tokenizer = run_tokenizer(flags)
-    saved = saved_meta(flags, directory)
-    begun = find_beginning(flags.at_commits(saved and saved.flags), saved, tokenizer, directory)
-    plan = _plan_run(begun.flags, tokenizer, device_type, world_size, saved)
-    settled = begun.flags.settled(plan.config)
+    if saved:
+        require_as_saved(asked, read_language_config(checkpoint, saved), checkpoint)
+    flags, start = find_beginning(flags.at_commits(saved and saved.flags), saved, tokenizer, directory)
+    plan = make_plan(flags, tokenizer.n_vocab, device_type, world_size, saved)
+    flags = flags.settled(plan.config)
     if not saved:
-        require_time(plan, settled.batch.num_iterations)
-    data_fingerprint, about_data = check_data(settled, plan)
-    teacher = find_teacher(settled, plan, tokenizer, directory)
-    if settled.data.fim_rate:
-        check_fim(f"--fim_rate={settled.data.fim_rate:g}", tokenizer, plan.config.max_seq_len)
-    sets = settled.data.validation_sets()
-    places = [f"{name}={data.val_dir}" if name else data.val_dir or "" for name, data in sets.items()]
-    looked_up = settled.replace(
-        eval_tokens=_eval_tokens(settled.record.eval_tokens, plan), validation=",".join(places),
-        teacher=str(teacher.path) if teacher else "")  # today's newest checkpoint, should it train further
-    of_import = imported(begun.point.path, begun.point.meta) if begun.point else {}
-    return LanguageTask(
-        looked_up, plan, tokenizer, asdict(flags.model), teacher, data_fingerprint, about_data, start=begun.point,
-        lacks=begun.lacks, validation_sets=sets, sources=settled.data.source_names(), **of_import)
-
-
-def _plan_run(flags, tokenizer, device_type, world_size, saved):
-    try:
-        return make_plan(flags, tokenizer.n_vocab, device_type, world_size, saved)
-    except BadInput as error:
-        if saved or not flags.record.checkpoint_mirror:
-            raise
-        raise BadInput(f"{error}. No checkpoint of the run is on this disk, so flags of the model have their defaults: "
-                       "to resume from the mirror, give them all") from None
+        require_time(plan, flags.batch.num_iterations)
+    data_fingerprint, about_data = check_data(flags)
+    if saved:
+        require_same_rows(checkpoint, saved, flags, tokenizer, data_fingerprint)
+    teacher = find_teacher(flags, plan, tokenizer, directory)
+    if flags.data.fim_rate:
+        check_fim(f"--fim_rate={flags.data.fim_rate:g}", tokenizer, plan.config.max_seq_len)
+    flags = flags.replace(eval_tokens=_eval_tokens(flags.record.eval_tokens, plan),
+                          teacher=str(teacher.path) if teacher else "")
+    begun_with = checkpoint or (start.path if start else None)
+    source = (saved or start.meta).source if begun_with else {}
+    source_zip = begun_with / SOURCE if source else None
+    return LanguageTask(flags, plan, tokenizer, teacher, data_fingerprint, about_data, start,
+                        flags.data.validation_sets(), flags.data.source_names(), source, source_zip)
 
 
 def _eval_tokens(asked, plan):

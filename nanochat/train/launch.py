@@ -9,10 +9,7 @@ No line at module level touches the XLA runtime: each of these processes starts 
 """
 import os
 import sys
-from contextlib import ExitStack
 from functools import partial
-
-import torch
 
 from nanochat.common import BadInput, say, work
 from nanochat.device import ranks
@@ -105,50 +102,28 @@ def spawn(run, watchdog):
     """Trains in a process for each chip, or in a thread for each XLA device of a CPU. Returns the exit status."""
     work.begin("starting the devices and loading the model")
     with watchdog:
-        status = run_as_ranks(_train_as_rank, run, begin=partial(begin_as_rank, run.directory),
+        status = run_as_ranks(train, run, begin=partial(begin_as_rank, run.directory),
                               has_reported=watchdog.has_reported)
         return 1 if status is None else status
 
 
-def _train_as_rank(run):
-    stopping.stop_on_signal_to_rank(Requests(run.requests_file))
-    return train(run)
-
-
 def train(run):
     """Trains as one rank of the run. Returns the exit status."""
-    dist = ranks.compute_init(run.plan.device_type, run.hosts)
-    status = Trainer(run, dist).train()
-    ranks.compute_cleanup(dist)
-    return status
+    return Trainer(run, ranks.compute_init(run.plan.device_type, run.hosts)).train()
 
 
 def train_without_parent(flags, device_type, make_task):
-    """Trains on CUDA or cpu, where rank 0 does the work of XLA's parent process. Returns the exit status."""
+    """Trains on a GPU or eagerly on the CPU, in this process alone. Returns the exit status."""
     if device_type == "cpu":
         ranks.keep_freed_memory()
-    dist = ranks.compute_init(device_type)
-    # torchrun has started the ranks. So rank 0 locks, prepares and watches for all, and the others wait in the
-    # broadcast for its Run. Each handles its own signals, because torchrun forwards them to all.
-    with ExitStack() as held:
-        run = None
-        if dist.rank == 0:
-            held.enter_context(exclusive_use(run_directory(flags)))
-            run = prepare(flags, device_type, make_task)
-        if dist.world_size > 1:
-            found = [run]
-            torch.distributed.broadcast_object_list(found)
-            run = found[0]
+    with exclusive_use(run_directory(flags)):
+        run = prepare(flags, device_type, make_task)
         if run.finished_step:
-            if dist.rank == 0:
-                say_finished(run)
+            say_finished(run)
             return 0
         stopping.stop_on_signals(Requests(run.requests_file))
-        if dist.rank == 0:
-            held.enter_context(Watchdog(Heartbeats(run.heartbeats_file)))
-        status = Trainer(run, dist).train()
-    ranks.compute_cleanup(dist)
-    return status
+        with Watchdog(Heartbeats(run.heartbeats_file)):
+            return train(run)
 
 
 def say_finished(run):

@@ -3,15 +3,12 @@ import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from shlex import quote
 
 from nanochat.checkpoint import on_disk
-from nanochat.checkpoint.meta import load_meta
 from nanochat.checkpoint.mirror import Mirror, patiently, run_mirror
 from nanochat.checkpoint.uploader import STATE_FILE, MirrorState
 from nanochat.common import BadInput, get_base_dir, move_aside, say, written_whole
 from nanochat.data.remote import Interruption
-from nanochat.record.observe import parse_profile_steps
 from nanochat.run.agreement import Requests
 from nanochat.run.hosts import require_alike
 from nanochat.run.processes import expected_world_size
@@ -35,7 +32,6 @@ class Run:
     checkpoint: Path | None  # to resume from
     finished_step: int | None  # of that checkpoint, if the run ends with it
     mirror: Mirror | None
-    profile_steps: tuple  # (begin, end), see Profile
     link: Link | None = None  # to the first host, if there are several
 
     @property
@@ -92,58 +88,42 @@ def run_directory(flags):
 def prepare(flags, device_type, make_task, pod=None):
     """Returns the Run for a script's flags. Raises BadInput, and Outage if the mirror cannot be reached.
 
-    device_type: from resolve_device_type. make_task(flags, device_type, world_size, directory) -> Task. pod: the Pod,
-    if there are several hosts: all prepare the run at the same time, and only the first writes to the mirror. One
-    process at a time may prepare a run (exclusive_use): this deletes the remains of interrupted saves.
+    device_type: from resolve_device_type. make_task(flags, device_type, world_size, directory, checkpoint) -> Task, for
+    the path of the run's own checkpoint, or None. pod: the Pod, if there are several hosts: all prepare the run at the
+    same time, and only the first writes to the mirror. One process at a time may prepare a run (exclusive_use): this
+    deletes the remains of interrupted saves.
     """
     directory = run_directory(flags)
     is_first = pod is None or pod.host.is_first
-    world_size = expected_world_size(device_type, pod.host.count if pod else 1)
-    asked = flags
-    if pod:  # only one host may have the run's checkpoint, and with it the commit of data on the Hub
-        flags = flags.at_commits()
-    task = make_task(flags, device_type, world_size, directory)
-    if pod:
-        found = pod.gather("which data they have", what_is_trained(task))
-        require_alike(pod.names, found, "give all hosts the same data, tokenizer and devices")
-    profile_steps = parse_profile_steps(flags.record.profile_steps, task.plan.num_iterations)
-    # The first write to disk or mirror: most refusals come before and change nothing. A mirror that cannot be written
-    # to is found now and not at the first save.
+    starts_over = flags.run.starts_over
+    # The checkpoint comes first: it knows the model, the commits of the data, and how the run began. A mirror that
+    # cannot be written to is found now and not at the first save.
     mirror = open_mirror(flags)
-    mirror_state = reach_mirror(mirror if is_first else None, directory, flags.run.starts_over)
+    mirror_state = reach_mirror(mirror if is_first else None, directory, starts_over)
     on_disk.clean_partial(directory)
+    path = None
+    is_finished = False
+    if not starts_over:
+        path, is_finished = resumed_checkpoint(directory, mirror, pod)
+    world_size = expected_world_size(device_type, pod.host.count if pod else 1)
+    task = make_task(flags, device_type, world_size, directory, path)
+    if pod:
+        found = pod.gather("what they train", what_is_trained(task))
+        require_alike(pod.names, found, "give all hosts the same data, tokenizer, devices and --init_from")
+    finished_step = step_if_finished(path, task.plan.num_iterations, is_finished) if path else None
+    if starts_over and not is_first:
+        on_disk.set_aside_after(directory, -1)  # copies of the first host's checkpoints; see Run.begin
     # New files, by this process alone and before a rank opens them: an earlier process's stop must not stop this one.
     Requests(directory / REQUESTS_FILE, create=True)
     Heartbeats(directory / HEARTBEATS_FILE, create=True)
     if flags.record.save_every > 0:
         on_disk.check_renaming(directory)
         # Another host than the first holds only the checkpoint that it fetches.
-        on_disk.check_disk_space(directory, task.state_bytes(), 2 if is_first else 1, flags.run.starts_over)
-    path = finished_step = None
-    if not flags.run.starts_over:
-        path, is_finished = resumed_checkpoint(directory, mirror, pod)
-    elif not is_first:
-        on_disk.set_aside_after(directory, -1)  # copies of the first host's checkpoints; see Run.begin
-    if path:
-        pinned = asked.at_commits(load_meta(path).flags)
-        if pinned != asked:  # the data at the run's commit, which a new machine knows only now
-            task = make_task(pinned, device_type, world_size, directory)
-        task, finished_step = resume(task, path, is_finished, is_first)
-    else:
-        _require_begin(task, pod)
+        on_disk.check_disk_space(directory, task.state_bytes(), 2 if is_first else 1, starts_over)
     if mirror_state and path:  # the mirror may lack it: the process before was perhaps killed during the copy
         mirror_state.saved(path.name)
         mirror_state.write(directory)
-    return Run(task, directory, path, finished_step, mirror, profile_steps, pod.link if pod else None)
-
-
-def _require_begin(task, pod):
-    """Raises BadInput unless a new run can begin here, and on all hosts with the same checkpoint of another."""
-    if task.lacks:
-        raise BadInput(task.lacks)
-    if pod:
-        found = pod.gather("with which checkpoint they begin", {"checkpoint to begin with": task.origin})
-        require_alike(pod.names, found, "give all hosts the same one")
+    return Run(task, directory, path, finished_step, mirror, pod.link if pod else None)
 
 
 def open_mirror(flags):
@@ -154,35 +134,25 @@ def open_mirror(flags):
     return run_mirror(record.checkpoint_mirror, flags.run.run, record.kept)
 
 
-def resume(task, path, is_finished, is_first):
-    """Returns the task that resumes from the checkpoint at `path`, and the checkpoint's step if the run ends with it,
-    else None. Raises BadInput.
-
-    is_finished: the run has the mark of its end. is_first: this host prints the changed flags.
-    """
-    meta = load_meta(path)
-    if meta.task != task.name:
-        raise BadInput(f"{path} is of the task {meta.task}, not {task.name}: choose another --run")
-    task = task.resumed(path, meta)
-    finished_step = None
+def step_if_finished(path, num_iterations, is_finished):
+    """Returns the step of the checkpoint at `path` if the run ends with it, else None. Raises BadInput if it is past
+    the end of the run. is_finished: the run has the mark of its end."""
+    step = on_disk.step_of(path)
     # A run at its last step without the mark was killed before its last evaluation. It resumes, and its loop begins
     # with the events due after that step.
-    if meta.step >= task.plan.num_iterations and is_finished:
-        finished_step = meta.step
-    elif meta.step > task.plan.num_iterations:
-        raise BadInput(f"{path} is past step {task.plan.num_iterations}, the end of this run: raise --num_iterations "
-                       "or the horizon that you gave, or choose another --run")
-    changes = changed_flags(meta.flags, task)
-    if changes and is_first:
-        say(f"changed since the checkpoint: {changes}")
-    return task, finished_step
+    if step >= num_iterations and is_finished:
+        return step
+    if step > num_iterations:
+        raise BadInput(f"{path} is past step {num_iterations}, the end of this run: raise --num_iterations or the "
+                       "horizon that you gave, or choose another --run")
+    return None
 
 
 def what_is_trained(task):
     """Returns {name: JSON value} that must be equal on all hosts."""
     identity = json.loads(json.dumps(task.identity()))
     return {"number of devices": task.plan.world_size, "hash of the data": task.data_fingerprint,
-            "hash of the tokenizer": identity["tokenizer_sha256"]}
+            "hash of the tokenizer": identity["tokenizer_sha256"], "checkpoint to begin with": task.origin}
 
 
 def resumed_checkpoint(directory, mirror, pod=None):
@@ -246,14 +216,3 @@ def newest_checkpoint(directory, mirror):
         if bad != path:  # otherwise the mirror's copy is in its place
             move_aside(bad)
     return path
-
-
-def changed_flags(saved, task):
-    """Returns the changing_flags that differ from a checkpoint's flags, {name: value}, as a text such as "matrix_lr
-    0.02 -> 0.01, teacher big -> ''"; "" if none does."""
-    now = task.flags.as_dict()
-    changes = []
-    for name in task.changing_flags:
-        if name in saved and saved[name] != now[name]:
-            changes.append(f"{name} {quote(str(saved[name]))} -> {quote(str(now[name]))}")
-    return ", ".join(changes)

@@ -46,23 +46,18 @@ class StartingPoint(NamedTuple):
         return f"      start  {parts} of {self.name}"
 
 
-def saved_meta(flags, directory):
-    """Returns the Meta of the checkpoint in a run's directory from which it resumes, or None. Raises BadInput for a
-    whole checkpoint that this program cannot read."""
-    if flags.run.starts_over or directory is None:
+def saved_meta(path, task):
+    """Returns the Meta of the run's own checkpoint at `path`, from which it resumes; None for None. Raises BadInput if
+    a run of the task, a name, cannot resume from it."""
+    if path is None:
         return None
-    for path in reversed(on_disk.list_checkpoints(directory)):
-        # Prepare checks all files later, sets damaged checkpoints aside, and takes the one before.
-        if on_disk.meta_is_whole(path):
-            meta = load_meta(path)
-            if meta.task != "language":  # prepare refuses it
-                return None
-            if not meta.flags:
-                raise BadInput(f"--run={flags.run.run} was imported and holds only weights, so it cannot resume: "
-                               f"choose another --run, with --init_from={flags.run.run}")
-            read_language_config(path, meta)
-            return meta
-    return None
+    meta = load_meta(path)
+    if meta.task != task:
+        raise BadInput(f"{path} is of the task {meta.task}, not {task}: choose another --run")
+    if not meta.flags:
+        raise BadInput(f"{path} was imported and holds only weights, so no run resumes from it: choose another --run, "
+                       f"with --init_from={path.parent.name}")
+    return meta
 
 
 def with_start(flags):
@@ -70,10 +65,9 @@ def with_start(flags):
     if not flags.start.init_from:
         return flags
     directory = run_directory(flags)
-    begun = find_beginning(flags, saved_meta(flags, directory), run_tokenizer(flags), directory)
-    if not begun.point:
-        return begun.flags
-    return begun.flags.replace(init_from=str(begun.point.path))  # run_tokenizer finds a path again, anywhere
+    own = None if flags.run.starts_over else on_disk.latest(directory)
+    flags, point = find_beginning(flags, saved_meta(own, "language"), run_tokenizer(flags), directory)
+    return flags.replace(init_from=str(point.path)) if point else flags  # run_tokenizer finds a path again, anywhere
 
 
 def run_tokenizer(flags):
@@ -87,38 +81,30 @@ def run_tokenizer(flags):
     return load_tokenizer(flags.data.tokenizer_dir, of_source[-1] if of_source else None)
 
 
-class Beginning(NamedTuple):
-    """How a run begins: from nothing, with another run's checkpoint, or not at all here."""
-    flags: object  # base_train's Flags, with what follows from --init_from
-    point: StartingPoint | None = None
-    lacks: str | None = None  # why a new run cannot begin
-
-
 # A run that has a checkpoint of its own does not begin: it goes on as it once began, and the command need not repeat
 # how.
 def find_beginning(flags, saved, tokenizer, directory):
-    """Returns the Beginning of a run with base_train's Flags. Raises BadInput. saved: the Meta from which the run
-    resumes, or None; directory: of the run."""
+    """Returns base_train's Flags, with what follows from how the run begins or once began, and the StartingPoint of a
+    run that begins with another's checkpoint, else None. Raises BadInput.
+
+    saved: the Meta from which the run resumes, or None; directory: of the run."""
     name = flags.start.init_from
     if saved:
-        return Beginning(as_begun(flags, saved))
+        return as_begun(flags, saved), None
     if not name:
-        return Beginning(flags)
+        return flags, None
     what = f"--init_from={name}"
     try:
         path = on_disk.find_checkpoint(name)
     except BadInput as error:
-        if flags.record.checkpoint_mirror is None:
-            raise
-        # The machine may be new, and the mirror may have a checkpoint of this run.
-        return Beginning(flags.replace(**vars(StartFlags())), lacks=f"{what}: {error}")
+        raise BadInput(f"{what}: {error}") from None
     meta, config = other_model(what, path, directory)
     if is_given(flags.model.max_seq_len):
         config = config.with_rows(flags.model.max_seq_len)
     point = StartingPoint(path, meta, f"{meta.flags.get('run', path.absolute().parent.name)}/step_{meta.step:06d}")
     _require_point(what, point, flags, config, tokenizer)
     started = StartFlags(point.name, point.has_optimizer, saved_start(meta).earlier_steps, rate_horizon=0)
-    return Beginning(flags.settled(config).replace(**vars(started)), point)
+    return flags.settled(config).replace(**vars(started)), point
 
 
 def as_begun(flags, meta):
@@ -133,8 +119,12 @@ def as_begun(flags, meta):
     return flags.replace(**vars(begun))
 
 
-def require_same_rows(path, meta, flags):
-    """Raises BadInput if the Flags make other rows of the same data than the checkpoint at `path`."""
+def require_same_rows(path, meta, flags, tokenizer, data_fingerprint):
+    """Raises BadInput if a run with the Flags reads other rows than the run of the checkpoint at `path`."""
+    require_same(path, {"the hash of the tokenizer": (meta.tokenizer_sha256, tokenizer.sha256)})
+    if data_fingerprint:  # synthetic data has none
+        what = "the hash of --data_dir's mixture" if flags.data.mixture else "the hash of --data_dir"
+        require_same(path, {what: (meta.data_fingerprint, data_fingerprint)})
     now = flags.as_dict()
     for name in ROW_FLAGS:
         require_same(path, {f"--{name}": (meta.flags.get(name), now[name])})

@@ -71,14 +71,14 @@ class TrainingStep:
                 batch = next(batches)
             self._run_micro_step(self.micro_step_name, batch)
         scheduled = scheduled.to(self.dist.device)
-        with self.observer.program("update", collective=True, scheduled=scheduled):
+        with self.observer.program("update", collective=True):
             return self.update(scheduled)
 
     def _run_micro_step(self, name, batch):
         batch = {key: tensor.to(self.dist.device) for key, tensor in batch.items()}
         # A micro-step has collectives only if the mesh divides the weights. Otherwise only the update has, and ranks
         # may run apart within a step.
-        with self.observer.program(name, self.optimizer.mesh.divides_weights, **batch):
+        with self.observer.program(name, self.optimizer.mesh.divides_weights):
             self.micro_step(batch)
 
     # The two programs

@@ -84,10 +84,9 @@ class StepLog:
 
     def _open_wandb(self, run):
         flags = run.flags.run
-        mesh = self._training.optimizer.mesh.as_dict()  # the flags lack it if the environment chose it
         project = os.environ.get("WANDB_PROJECT") or "nanochat"
         return Reader("WandB", send_to_wandb, project=project, name=flags.run, id=self.wandb_id,
-                      dir=str(run.directory), config=run.flags.as_dict() | {"mesh": mesh})
+                      dir=str(run.directory), config=run.flags.as_dict())
 
     def begin_step(self):
         """Says that a step begins. The first one after a console line begins the time of the next line."""

@@ -4,17 +4,9 @@ A task defines its data, model, loss and evaluations. The trainer, checkpoints, 
 know only this interface. LanguageTask (language.py) is one, the Sudokus of puzzles/ are another.
 """
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
-
-
-def flags_of(groups, but):
-    """Returns the names of the flags in some groups, data classes, except those in `but`."""
-    names = []
-    for group in groups:
-        names += [field.name for field in fields(group)]
-    return tuple(name for name in names if name not in but)
 
 
 @dataclass(frozen=True)
@@ -52,14 +44,12 @@ class Task(Protocol):
 
     flags: Any  # groups of flags, among them `run`, `devices` and `record` (flags.py), with as_dict()
     name: str  # as in a checkpoint's Meta
-    changing_flags: tuple  # names of the flags whose change is printed when a run resumes
     console: dict  # {metric that only this task has: its format on the console}, {"exact": "{:.1%} solved"}
     plan: TaskPlan
     data_fingerprint: str | None  # of the training data; None if synthetic
     origin: str | None  # the checkpoint with which a new run begins, as text that all hosts must agree on
     source_zip: Path | None  # the on_disk.SOURCE that every checkpoint of the run holds, too
     to_use_it: str  # the end of a line that says where the model is: a command that uses it, or ""
-    lacks: str | None  # why a new run of the task cannot begin (it could resume)
     num_lanes: int  # the number of data states in a checkpoint, of all ranks together
 
     def describe(self):
@@ -67,9 +57,6 @@ class Task(Protocol):
 
     def identity(self):
         """Returns {field: value} of a checkpoint's Meta, those fields that only the task knows."""
-
-    def resumed(self, path, meta):
-        """Returns the task that resumes from the checkpoint at `path`, with its Meta. Raises BadInput."""
 
     def state_bytes(self):
         """Returns the bytes of weights and optimizer state in a checkpoint."""

@@ -1,11 +1,11 @@
-"""The text that a run reads: whether it can be used, and the weights of a mixture."""
+"""The text that a run reads: whether it can be used, and where the stages of a mixture begin."""
 from nanochat.common import BadInput
 from nanochat.data.cache import check_cache
-from nanochat.data.mixture import open_mixture, read_mixture
+from nanochat.data.mixture import open_mixture
 from nanochat.data.shards import fingerprint, open_text
 
 
-def check_data(flags, plan):
+def check_data(flags):
     """Returns the fingerprint of the training data (None if synthetic), and lines about it, in the format of
     describe_plan. Raises BadInput for unusable data."""
     data = flags.data
@@ -21,7 +21,6 @@ def check_data(flags, plan):
         mixture = open_mixture(data)
         shards = mixture.shards
         found = mixture.fingerprint
-        lines += mixture_lines(data, plan)
     else:
         shards = open_text(data)
         found = fingerprint(shards)
@@ -44,20 +43,3 @@ def stage_rows(mixture, plan, step, lane_states):
     done = sum(state["rows"] for state in (lane_states or {}).values())
     firsts = [stage.first_step(plan.num_iterations) for stage in mixture.stages]
     return [done + plan.num_rows(step, first) if first > step else 0 for first in firsts]
-
-
-def mixture_lines(data, plan):
-    """Returns a line about the weights of the mixture of DataFlags in the run of a Plan; [] without one."""
-    if not data.mixture:
-        return []
-    mixture = read_mixture(data.mixture)
-    weights = []
-    for stage in mixture.stages:
-        shares = []
-        for source, weight in zip(mixture.sources, stage.weights, strict=True):
-            if weight:
-                shares.append(f"{source.name} {weight:.3g}")
-        begin = stage.first_step(plan.num_iterations)
-        since = f"from step {begin + 1:,} on " if begin else ""
-        weights.append(since + ", ".join(shares))
-    return [f"    mixture  {'; '.join(weights)}"]

@@ -45,7 +45,7 @@ class Trainer:
         if dist.rank == 0:
             run.begin()
             alert(f"run {run.flags.run.run} started at step {self.step}")
-        self.profile = Profile(run.profile_steps, run.directory / "profile", dist)
+        self.profile = Profile(run.flags.record.profile_steps, run.directory / "profile", dist)
         self.liveness = Liveness(run, dist, self.step)
         print0("\n".join(self.task.describe()))
         if restored:
@@ -127,7 +127,6 @@ class Trainer:
             result = self.training.run(self.batches, self.training.optimizer.scheduled(self.step))
             self.log.add(result)
         self.step += 1
-        self.profile.after_step(self.step)
 
     def agree(self, phase):
         """Lets the ranks agree whether to stop, and returns whether all do. Every rank calls it at the same points of

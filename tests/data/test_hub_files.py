@@ -124,7 +124,7 @@ def test_a_run_that_is_stopped_resumes_on_a_new_machine_with_the_same_losses_aft
     shutil.rmtree(directory)
     process = warm_ranks(2).call(from_hub.main, last_of_each(*tiny, *on_hub, "--run=hub"))
     assert process.returncode == 0, process.stderr
-    assert "resuming from" in process.stdout and "changed since" not in process.stdout
+    assert "resuming from" in process.stdout
     found |= losses("hub")
     assert {record for record in found if any(record[1:])} == {record for record in expected if any(record[1:])}
     saved = load_meta(list_checkpoints(directory)[-1]).flags

@@ -42,7 +42,7 @@ def test_a_number_of_cpu_devices_that_is_none_is_one_line(devices, monkeypatch):
         prepare_xla_environment("xla")
 
 
-@pytest.mark.parametrize("name", ["XLA_USE_BF16", "XLA_DOWNCAST_BF16", "XLA_USE_SPMD"])
+@pytest.mark.parametrize("name", ["XLA_USE_BF16", "XLA_DOWNCAST_BF16", "XLA_USE_SPMD", "TPU_MESH_CONFIG"])
 def test_variables_with_which_torch_xla_computes_something_else_are_refused(name, monkeypatch):
     monkeypatch.setenv("PJRT_DEVICE", "CPU")
     monkeypatch.setenv(name, "0")

@@ -78,15 +78,17 @@ def test_after_a_kill_new_puzzles_are_not_taken_for_the_old_ones(tmp_path):
         read_puzzles(tmp_path, "train")
 
 
-def test_a_run_does_not_resume_with_other_puzzles_and_the_message_says_so(data_dir):
-    made = task.make_task(parse_flags(last_of_each(*TINY, f"--data_dir={data_dir}")), "cpu", 1, None)
+def test_a_run_does_not_resume_with_other_puzzles_and_the_message_says_so(data_dir, monkeypatch):
+    flags = parse_flags(last_of_each(*TINY, f"--data_dir={data_dir}"))
+    made = task.make_task(flags, "cpu", 1, None)
     config = {**asdict(made.plan.config), "vocab_size": 7, "cells": 36}
     meta = SimpleNamespace(config=config, data_fingerprint="other", tokenizer_sha256="")
+    monkeypatch.setattr(task, "saved_meta", lambda path, name: meta)
     with pytest.raises(BadInput, match="the hash of --data_dir is"):
-        made.resumed("step_000001", meta)
+        task.make_task(flags, "cpu", 1, None, "step_000001")
     meta.data_fingerprint = made.data_fingerprint
     with pytest.raises(BadInput, match="the model.s vocab_size is 7 there"):
-        made.resumed("step_000001", meta)
+        task.make_task(flags, "cpu", 1, None, "step_000001")
 
 
 def test_no_held_out_puzzle_is_a_form_of_one_to_train_on(data_dir):

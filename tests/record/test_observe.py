@@ -46,28 +46,8 @@ def records(trainer):
 def run_program(observer, rows):
     """Runs a small program on `rows` as one optimizer step."""
     rows = rows.to(observer.dist.device)
-    with observer.program("micro_step", rows=rows):
+    with observer.program("micro_step"):
         return (rows * 3).sum()
-
-
-def test_a_program_that_is_compiled_again_is_reported_once_with_the_shapes(dist):
-    observer = Observer(dist)
-    reported = []
-    for width in (33, 33, 33, 33, 17, 17, 17):
-        observer.begin_window()
-        run_program(observer, torch.ones(2, width, dtype=torch.int32))
-        reported.append(observer.record(window_s=1.0).get("recompiled"))
-    assert reported == [None] * 4 + [["micro_step: rows is int32 (2, 17) and was int32 (2, 33)"]] + [None] * 2
-
-
-def test_a_program_that_is_compiled_again_with_the_same_shapes_is_reported(dist):
-    observer = Observer(dist)
-    for function in (torch.sin, torch.sin, torch.sin, torch.cos):
-        rows = torch.ones(5, 7).to(dist.device)
-        with observer.program("micro_step", rows=rows):
-            result = function(rows)  # noqa: F841, a result that is freed at once is not computed
-    [text] = observer.record(window_s=1.0)["recompiled"]
-    assert text == "micro_step: its inputs are as before, so a number or a branch inside it has changed"
 
 
 def test_rows_that_grow_have_a_program_for_each_length_compiled_before_the_first_step(make_trainer, dist, monkeypatch):
@@ -127,35 +107,20 @@ def test_the_log_says_where_the_hosts_time_goes_and_what_was_compiled_and_why(ma
     output = capsys.readouterr().out
     assert output.count(f"compiled {logged[0]['compilations']} programs in {logged[0]['compile_s']:.1f} s") == 1
     assert [record["step"] for record in logged if "recompiled" in record] == [8]
-    assert last["recompiled"] == ["micro_step: rows is int32 (2, 17) and was int32 (2, 33)"]
-    assert output.count("compiled again: micro_step: rows is int32 (2, 17)") == 1
+    assert last["recompiled"] == ["micro_step"] and output.count("compiled again: micro_step") == 1
 
 
 def test_only_the_steps_asked_for_are_traced(dist, tmp_path, capsys):
-    observer, profile = Observer(dist), Profile((3, 5), tmp_path, dist)
+    observer, profile = Observer(dist), Profile("3:5", tmp_path, dist)
     for step in range(8):
         profile.before_step(step)
         run_program(observer, torch.ones(3, 33))
-        profile.after_step(step + 1)
         print(f"step {step + 1}")
     profile.close()
     [trace] = tmp_path.glob("plugins/profile/*/*.xplane.pb")
     assert trace.stat().st_size > 0
     said = [line[:13] for line in capsys.readouterr().out.splitlines()]
-    assert said == ["step 1", "step 2", "step 3", "step 4", "wrote a trace", "step 5", "step 6", "step 7", "step 8"]
-
-
-def test_without_xla_the_trace_is_torchs_and_only_rank_0_makes_one(tmp_path):
-    for rank in (0, 1):
-        profile = Profile((2, 4), tmp_path / str(rank), Dist("cpu", torch.device("cpu"), rank=rank, world_size=2))
-        for step in range(5):
-            profile.before_step(step)
-            torch.ones(100).cumsum(0)
-            profile.after_step(step + 1)
-    [trace] = tmp_path.rglob("*.pt.trace.json")
-    assert trace.parent == tmp_path / "0"
-    names = [event["name"] for event in json.loads(trace.read_text())["traceEvents"]]
-    assert names.count("aten::cumsum") == 2  # steps 2 and 3
+    assert said == ["step 1", "step 2", "step 3", "step 4", "step 5", "wrote a trace", "step 6", "step 7", "step 8"]
 
 
 def test_the_hosts_memory_is_recorded_and_a_warning_comes_once_before_it_is_full(monkeypatch, capsys):

@@ -21,10 +21,8 @@ def steps_of(run_dir):
 
 def test_a_step_past_the_horizon_trains_nothing_and_deletes_nothing(train, tiny, run_dir):
     train("--save_every=2", "--eval_every=-1")
-    again = train("--save_every=2", "--num_iterations=4", "--compute_dtype=bfloat16", "--products=int8")
+    again = train("--save_every=2", "--num_iterations=4")
     assert "has reached step 6 (" in again.stdout
-    assert ("changed since the checkpoint: num_iterations 6 -> 4, compute_dtype auto -> bfloat16, products bfloat16 -> "
-            "int8\n") in again.stdout
     (run_dir / ".finished").unlink()  # as if it had been interrupted on its way to a later step
     with pytest.raises(BadInput, match="step_000006 is past step 4, .*: raise --num_iter"):
         base_train.main(last_of_each(*tiny, "--run=test", "--save_every=2", "--num_iterations=4"))
@@ -34,19 +32,17 @@ def test_a_step_past_the_horizon_trains_nothing_and_deletes_nothing(train, tiny,
 
 
 @pytest.mark.slow
-def test_a_run_may_switch_its_products_at_any_checkpoint_and_its_log_says_where(train, run_dir):
+def test_a_run_may_switch_its_products_at_any_checkpoint(train, run_dir):
     flags = "--save_every=3", "--eval_every=-1", "--compute_dtype=bfloat16", "--matrix_lr=0.02"
     int8 = train(*flags, "--products=int8")
     on_disk.set_aside_after(run_dir, 3)
     switched = train(*flags)
     assert f"resuming from {run_dir / 'step_000003'}" in switched.stdout
-    assert "changed since the checkpoint: products int8 -> bfloat16\n" in switched.stdout
     # Other products, of the same weights and rows
     assert switched.losses[4] != int8.losses[4] and switched.losses[4] == pytest.approx(int8.losses[4], abs=0.02)
     on_disk.set_aside_after(run_dir, 3)
     again = train(*flags, "--products=int8")
-    assert "products" not in again.stdout.partition("changed since")[2] and again.losses[4] == int8.losses[4]
-    assert again.losses[6] == int8.losses[6]
+    assert again.losses[4] == int8.losses[4] and again.losses[6] == int8.losses[6]
 
 
 def test_a_start_that_is_refused_changes_no_mark_and_moves_nothing_aside(train, tiny, run_dir):
@@ -67,7 +63,6 @@ def test_a_run_whose_last_state_is_not_saved_ends_with_status_1(train, run_dir):
     on_disk.set_aside_after(run_dir, 3)
     # the update of step 4 makes the embedding infinite, and its loss was still finite
     process = train("--num_iterations=4", "--save_every=3", "--eval_every=-1", "--embedding_lr=1e44", status=1)
-    assert "changed since the checkpoint: embedding_lr 0.02 -> 1e+44\n" in process.stdout
     assert "error: the state of step 4 is not saved: the run ends with /" in process.stdout
     assert not (run_dir / ".finished").exists() and steps_of(run_dir) == [3] and not list(run_dir.glob("*.tmp"))
 

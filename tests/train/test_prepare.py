@@ -1,5 +1,6 @@
 """What a run's parent process decides before a device is touched."""
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,9 +11,9 @@ from nanochat.device.ranks import Dist
 from nanochat.run.processes import exclusive_use
 from nanochat.train.flags import FlagGroups, RecordFlags, RunFlags
 from nanochat.train.launch import train_on
-from nanochat.train.prepare import Run, _require_begin, changed_flags, prepare, run_directory
+from nanochat.train.prepare import Run, prepare, run_directory
+from nanochat.train.start import saved_meta
 from tests.checkpoint.states import flip_a_byte, save
-from tests.run.pods import joined_pods, on_all
 
 
 @dataclass(frozen=True)
@@ -25,21 +26,15 @@ class Flags(FlagGroups):
 class Task:
     flags: Flags
     plan: SimpleNamespace
-    name: str = "language"
-    is_resumed: bool = False
-    lacks: str | None = None
-    changing_flags = ("seed", "save_every")
-
-    def resumed(self, path, meta):
-        return replace(self, is_resumed=True)
+    checkpoint: Path | None
 
     def state_bytes(self):
         return 1000
 
 
-def prepared(steps=5, task="language"):
-    def make_task(flags, device_type, world_size, directory):
-        return Task(flags, SimpleNamespace(num_iterations=steps, world_size=world_size), task)
+def prepared(steps=5):
+    def make_task(flags, device_type, world_size, directory, checkpoint):
+        return Task(flags, SimpleNamespace(num_iterations=steps, world_size=world_size), checkpoint)
 
     return prepare(Flags(RunFlags(run="a"), RecordFlags()), "cpu", make_task)
 
@@ -53,7 +48,7 @@ def test_a_new_run_has_a_folder_in_which_its_ranks_find_each_other(base_dir):
     (base_dir / "checkpoints/a").mkdir(parents=True)
     run = prepared()
     assert run.directory == base_dir / "checkpoints" / "a"
-    assert run.checkpoint is run.finished_step is run.mirror is None and run.hosts == 1 and not run.task.is_resumed
+    assert run.checkpoint is run.finished_step is run.mirror is None and run.hosts == 1 and not run.task.checkpoint
     assert run.requests_file.exists() and run.heartbeats_file.exists()
 
 
@@ -62,7 +57,7 @@ def test_a_run_resumes_from_its_newest_checkpoint_and_has_finished_with_its_mark
     for step in (2, 5):
         save_in(directory, step)
     run = prepared(steps=9)
-    assert run.checkpoint.name == "step_000005" and run.task.is_resumed and run.finished_step is None
+    assert run.checkpoint.name == "step_000005" and run.task.checkpoint == run.checkpoint and run.finished_step is None
     assert prepared(steps=5).finished_step is None
     run.mark_finished()
     assert prepared(steps=5).finished_step == 5
@@ -101,43 +96,11 @@ def test_a_refused_start_leaves_no_folder_of_a_new_run(tmp_path):
     assert (tmp_path / "fetched/step_000001").exists()
 
 
-def test_a_checkpoint_of_another_task_is_refused(base_dir):
-    save_in(base_dir / "checkpoints" / "a", 1)
-    with pytest.raises(BadInput, match="task language.*--run"):
-        prepared(task="chess")
-
-
-def test_a_run_that_lacks_what_it_begins_with_is_refused_unless_it_resumes(base_dir):
-    def make_task(flags, device_type, world_size, directory):
-        return Task(flags, SimpleNamespace(num_iterations=5, world_size=world_size), lacks="no checkpoint at nobody")
-
-    (base_dir / "checkpoints/a").mkdir(parents=True)
-    flags = Flags(RunFlags(run="a"), RecordFlags())
-    with pytest.raises(BadInput, match="^no checkpoint at nobody$"):
-        prepare(flags, "cpu", make_task)
-    save_in(base_dir / "checkpoints" / "a", 1)
-    assert prepare(flags, "cpu", make_task).checkpoint.name == "step_000001"
-
-
-def test_all_hosts_begin_with_the_same_checkpoint_of_another_run():
-    def begin(pod, origins):
-        _require_begin(SimpleNamespace(lacks=None, origin=origins[pod.host.index]), pod)
-
-    with joined_pods(2) as pods:
-        for error in on_all(pods, begin, ["b/step_000004 (0a)", "b/step_000004 (0b)"]):
-            assert isinstance(error, BadInput)
-            assert str(error) == ("the hosts differ: checkpoint to begin with is b/step_000004 (0a) on w0 and "
-                                  "b/step_000004 (0b) on w1: give all hosts the same one")
-    for origin in ("b/step_000004 (0a)", None):
-        with joined_pods(2) as pods:
-            assert on_all(pods, begin, [origin, origin]) == [None, None]
-
-
-def test_changed_flags_are_told_as_a_person_would_type_them():
-    task = Task(Flags(RunFlags(seed=1), RecordFlags(save_every=7)), None)
-    assert changed_flags({"seed": 0, "save_every": 7, "log_every": 3}, task) == "seed 0 -> 1"
-    assert changed_flags({"seed": "a b"}, task) == "seed 'a b' -> 1"
-    assert changed_flags({}, task) == ""
+def test_a_checkpoint_of_another_task_is_refused(tmp_path):
+    path = save_in(tmp_path, 1)
+    assert saved_meta(None, "language") is None and saved_meta(path, "language").step == 1
+    with pytest.raises(BadInput, match="task language, not chess.*--run"):
+        saved_meta(path, "chess")
 
 
 def test_a_run_on_several_hosts_without_a_mirror_is_refused_before_it_waits_for_them(monkeypatch):
@@ -161,7 +124,7 @@ def test_the_name_of_a_run_fits_a_folder():
 
 
 def test_ranks_must_be_as_many_as_were_planned(tmp_path):
-    run = Run(Task(None, SimpleNamespace(world_size=2)), tmp_path, None, None, None, (0, 0))
+    run = Run(Task(None, SimpleNamespace(world_size=2)), tmp_path, None, None, None)
     run.check_ranks(Dist("cpu", torch.device("cpu"), world_size=2))
     with pytest.raises(BadInput, match="1 devices and 2 were expected.*TPU_ACCELERATOR_TYPE"):
         run.check_ranks(Dist("cpu", torch.device("cpu")))
