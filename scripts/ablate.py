@@ -123,10 +123,10 @@ def make_trial(variant, argv):
     if flags.record.eval_every < 0:
         raise BadInput("--eval_every=-1: a comparison needs evaluations, so give it a number of steps")
     # The table decides: the run must not take its architecture from an earlier checkpoint of that name.
-    task = make_task(flags.replace(resume="never"), device_type, expected_world_size(device_type), directory)
+    task = make_task(flags, device_type, expected_world_size(device_type), directory)
     for path in list_checkpoints(directory)[-1:]:
         meta = load_meta(path)
-        now = task.flags.replace(resume=flags.run.resume).as_dict()
+        now = task.flags.as_dict()
         require_same(path, {f"--{name}": (meta.flags[name], now[name]) for name in now if name in meta.flags} | {
             "the hash of the tokenizer": (meta.tokenizer_sha256, task.tokenizer.sha256),
             "the hash of the data": (meta.data_fingerprint, task.data_fingerprint)})

@@ -34,11 +34,12 @@ def main(argv=None):
     (flags,) = read_flags(argv, __doc__, {Flags: "flags"})
     started = time.monotonic()
     base_dir = get_base_dir() / "demo"
-    shutil.rmtree(base_dir / "parquet", ignore_errors=True)  # of an older demo, perhaps with other packages
+    for folder in ("parquet", "checkpoints"):  # of an older demo, perhaps with other packages
+        shutil.rmtree(base_dir / folder, ignore_errors=True)
     env = {**os.environ, "NANOCHAT_BASE_DIR": str(base_dir), "CPU_NUM_DEVICES": str(flags.devices)}
     run("1. a corpus: the C++ headers that are installed here", "scripts.prepare_data", "--installed_headers",
         "--val_projects=torch/c10", env=env)
-    run("2. training", "scripts.base_train", "--run=dummy", "--resume=never", "--device_type=xla", "--depth=4",
+    run("2. training", "scripts.base_train", "--run=dummy", "--device_type=xla", "--depth=4",
         f"--num_iterations={flags.num_iterations}", "--max_seq_len=256", "--device_batch_size=2",
         f"--total_batch_size={512 * flags.devices}", "--eval_every=1000", "--eval_tokens=16384", "--save_every=1000",
         "--sample_every=-1", "--log_every=10", env=env)

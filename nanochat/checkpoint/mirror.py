@@ -4,8 +4,7 @@
     <mirror>/<run>/step_000100/…            the files listed in on_disk.py
 
 A bucket cannot rename a folder, so SHA256SUMS is copied last and deleted first: a copy without it is not whole, and no
-run resumes from it. A new VM, whose disk is empty, resumes from the newest whole copy. A run that starts over
-(--resume=never) is refused while there are whole copies: it would replace them as it passes their steps.
+run resumes from it. A new VM, whose disk is empty, resumes from the newest whole copy.
 
 uploader.py keeps it up to date while a run lasts.
 """

@@ -262,7 +262,7 @@ class Kept:
 
 
 def set_aside_after(run_dir, step):
-    """Sets aside all checkpoints after `step`, for a run that returns to an earlier one or (-1) starts over."""
+    """Sets aside all checkpoints after `step`, for a run that returns to an earlier one."""
     for path in list_checkpoints(run_dir):
         if step_of(path) > step:
             move_aside(path)
@@ -296,11 +296,10 @@ def delete(path):
 # The disk
 
 
-def check_disk_space(run_dir, checkpoint_bytes, copies=2, starts_over=False):
-    """Raises BadInput unless the disk has room for so many checkpoints, those that the run already has included, unless
-    it starts over: then they stay. A run needs two: the new one must be in place before the last old one is deleted."""
-    found = [] if starts_over else list_checkpoints(run_dir)
-    own = sum(map(bytes_in, found))
+def check_disk_space(run_dir, checkpoint_bytes, copies=2):
+    """Raises BadInput unless the disk has room for so many checkpoints, those that the run already has included. A run
+    needs two: the new one must be in place before the last old one is deleted."""
+    own = sum(map(bytes_in, list_checkpoints(run_dir)))
     free = shutil.disk_usage(run_dir).free
     if own + free < copies * checkpoint_bytes:
         raise BadInput(f"too little disk in {run_dir}: the run's checkpoints need "

@@ -62,6 +62,8 @@ def has_gpu():
 def prepare_xla_environment(device_type):
     """Sets the environment variables of torch_xla. Call it in the parent process, before torch_xla is imported. Raises
     BadInput for variables with which torch_xla would compute something else."""
+    if not re.fullmatch("[0-9]{0,5}", port := os.environ.get("PROFILE_PORT", "")):
+        raise BadInput(f"PROFILE_PORT={port} is not a port: give a number, or unset it")
     for name, what in _HARMFUL_VARIABLES.items():
         if device_type in ("tpu", "xla") and os.environ.get(name, "").lower() not in ("", "0", "false"):
             raise BadInput(f"{name}={os.environ[name]} {what}: unset it")
@@ -156,6 +158,9 @@ def compute_init(device_type, hosts=1):
             _start_on_one_chip()
         dist = Dist(device_type, torch_xla.device(), xr.global_ordinal(), xr.world_size(), hosts,
                     xr.local_ordinal())
+        if dist.rank == 0 and (port := os.environ.get("PROFILE_PORT")):
+            import torch_xla.debug.profiler as xp
+            _this_thread.profiler = xp.start_server(int(port))  # whoever asks there gets a trace
     elif device_type == "cuda":
         import torch
         torch.set_float32_matmul_precision("high")

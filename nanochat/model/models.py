@@ -84,7 +84,7 @@ def config_from_flags(given, vocab_size):
     return config_class(**values)
 
 
-def require_as_saved(given, config, path, otherwise=", choose another --run, or start anew with --resume=never"):
+def require_as_saved(given, config, path, otherwise=", or choose another --run"):
     """Raises BadInput if a flag differs from the model in the checkpoint at `path`. given: as in config_from_flags;
     config: the model's; otherwise: what a person may do, but for leaving the flag out."""
     saved = config_as_flags(config)

@@ -1,13 +1,13 @@
 """Measures the host's time in training, and finds the programs that compile again.
 
-Nothing here waits for the device, except the end of a trace.
+Nothing here waits for the device.
 """
 import time
 from contextlib import contextmanager
 from pathlib import Path
 
 from nanochat.common import say
-from nanochat.device.programs import compilations, compile_seconds, device_memory, one_program, synchronize
+from nanochat.device.programs import compilations, compile_seconds, device_memory, one_program
 
 
 class Observer:
@@ -76,34 +76,3 @@ def host_memory(path="/proc/meminfo"):
         found[name] = 1024 * int(value)
     return {"host_memory_bytes": found["MemTotal:"] - found["MemAvailable:"],
             "host_memory_limit_bytes": found["MemTotal:"]}
-
-
-class Profile:
-    """Traces --profile_steps on rank 0, with XLA. A run that resumes in the middle of them traces the rest."""
-
-    def __init__(self, steps, folder, dist):
-        """steps: "10:13" for the steps after the 10th up to the 13th, or ""; folder: of the trace."""
-        self._begin = self._end = 0
-        if steps and dist.rank == 0 and dist.is_xla:
-            self._begin, self._end = map(int, steps.split(":"))
-        self._folder = folder
-        self._dist = dist
-        self._is_tracing = False
-
-    def before_step(self, step):
-        """Begins the trace if it is due. step: the number of steps completed."""
-        if self._begin <= step < self._end and not self._is_tracing:
-            import torch_xla.debug.profiler as xp
-            xp.start_trace(self._folder)
-            self._is_tracing = True
-        elif step >= self._end:
-            self.close()
-
-    def close(self):
-        """Ends the trace, if there is one, once the device has run the steps, and writes its files."""
-        if self._is_tracing:
-            import torch_xla.debug.profiler as xp
-            synchronize(self._dist)
-            xp.stop_trace()
-            self._is_tracing = False
-            say(f"wrote a trace: tensorboard --logdir={self._folder}")

@@ -4,7 +4,6 @@ import fcntl
 import multiprocessing
 import os
 import shlex
-import shutil
 import signal
 import socket
 import subprocess
@@ -45,19 +44,13 @@ def exclusive_use(run_dir):
     The operating system frees the lock when its process ends, even by a kill. The ranks of a killed process may live a
     moment longer and could still write a checkpoint, so this waits until they have ended.
     """
-    is_new = not run_dir.exists()
     lock_file = require_writable_dir(run_dir) / ".lock"
     holder = run_dir / ".lock_holder"
     user = holder.read_text() if holder.exists() else "another process"
     with locked(lock_file, f"{run_dir} is in use by {user}: end that run first, or choose another --run"):
         _wait_for_orphans(run_dir)
         holder.write_text(f"process {os.getpid()} on {socket.gethostname()}")
-        try:
-            yield
-        except BadInput:
-            if is_new and all(path.name.startswith(".") for path in run_dir.iterdir()):
-                shutil.rmtree(run_dir)  # a refused start leaves nothing
-            raise
+        yield
 
 
 # A rank holds a shared lock on RANKS_LOCK from its first line (begin_as_rank) to its end, however it ends. So the

@@ -34,8 +34,8 @@ def agree_on_checkpoint(pod, mirror, directory, path, is_finished):
         for name, other in zip(pod.names[1:], others, strict=True):
             if other:
                 raise BadInput(f"host {name} has {other['name']} of this run, and host {pod.names[0]}, whose disk "
-                               f"counts, has no checkpoint: copy the folder {directory} there, or start over with "
-                               "--resume=never")
+                               f"counts, has no checkpoint: copy the folder {directory} there, or choose another "
+                               "--run")
         return None, False
     if not pod.host.is_first:
         path = _obtain(mirror, directory, chosen["name"], chosen["sums"])

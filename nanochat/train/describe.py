@@ -22,18 +22,22 @@ def describe_plan(plan, tokenizer):
     parameters = " + ".join(f"{number:,} {group}" for group, number in plan.parameters.items())
     dtype = str(plan.dtype).removeprefix("torch.")
     products = ", int8 products in layers and loss" if plan.products == "int8" else ""
+    when = " in the end" if plan.switches else ""  # longer rows have more attention
     lines = {
         "devices": f"{plan.world_size} × {accelerator or plan.device_type}, kernel {plan.kernel}, {dtype} compute"
                    f"{products}",
         "model": describe(plan.config),
         "parameters": f"{sum(plan.parameters.values()):,} = {parameters}",
-        "batch": _describe_batch(plan),
+        "batch": f"{plan.total_batch_size:,} tokens = {plan.device_batch_size} rows × {plan.config.max_seq_len} × "
+                 f"{plan.mesh.readers} {plan.mesh.devices_of_readers} × {plan.micro_steps} micro-steps",
         "horizon": f"{plan.num_iterations:,} steps, {tokens:,} tokens, {tokens / divisor:.1f} for each of the "
                    f"{divisor:,} parameters of matrices and head",
         "rates": _describe_rates(plan),
-        "compute": _describe_compute(plan),
-        "tokenizer": f"{tokenizer.n_vocab:,} tokens, sha256 {tokenizer.sha256[:12]}" + _describe_losses(tokenizer),
+        "compute": f"{plan.flops_per_token:.3e} FLOPs per token{when}, {plan.flops(0, plan.num_iterations):.3e} in all",
+        "tokenizer": f"{tokenizer.n_vocab:,} tokens, sha256 {tokenizer.sha256[:12]}",
     }
+    if tokenizer.losses:
+        lines["tokenizer"] += f"; some texts do not come back exactly: {tokenizer.losses}"
     if plan.switches:
         lines["rows"] = _describe_rows(plan)
     if plan.mesh.divides_weights:
@@ -41,15 +45,6 @@ def describe_plan(plan, tokenizer):
         lines["mesh"] = (f"{mesh}, chip r at (r // {mesh.fsdp * mesh.tensor}, r // {mesh.tensor} % {mesh.fsdp}, "
                          f"r % {mesh.tensor})")
     return [f"{name:>11}  {text}" for name, text in lines.items()]
-
-
-def _describe_losses(tokenizer):
-    return f"; some texts do not come back exactly: {tokenizer.losses}" if tokenizer.losses else ""
-
-
-def _describe_batch(plan):
-    return (f"{plan.total_batch_size:,} tokens = {plan.device_batch_size} rows × {plan.config.max_seq_len} × "
-            f"{plan.mesh.readers} {plan.mesh.devices_of_readers} × {plan.micro_steps} micro-steps")
 
 
 def _describe_rows(plan):
@@ -60,33 +55,16 @@ def _describe_rows(plan):
     return ", ".join(texts)
 
 
-def _describe_compute(plan):
-    text = f"{plan.flops_per_token:.3e} FLOPs per token"
-    if plan.switches:
-        text += " in the end"  # longer rows have more attention
-    return f"{text}, {plan.flops(0, plan.num_iterations):.3e} in all"
-
-
 def _describe_rates(plan):
-    """Returns the learning rates and when they rise and fall, with steps counted from 1, as in the log."""
-    optimizer = plan.optimizer
-    warmup, fall = lr_stages(plan.num_iterations, optimizer)
-    rises = "do not rise"
-    if warmup > 1:
-        rises = f"rise until step {warmup:,}"
-        if optimizer.warmup_steps > warmup:
-            rises += f" (--warmup_steps={optimizer.warmup_steps} is longer than the run)"
-    falls = "do not fall"
-    first_lower = max(warmup, fall + 1) + 1
-    if first_lower <= plan.num_iterations and optimizer.final_lr_frac < 1:
-        falls = f"fall from step {first_lower:,} on"
+    """Returns the learning rates, and when they rise and fall."""
+    warmup, fall = lr_stages(plan.num_iterations, plan.optimizer)
     rules = plan.rules
     rates = []
     for what, name in plan.config.rates_of.items():
         if name in shapes(plan.config):
             rates.append(f"{what} {rules.adam[name].lr if name in rules.adam else rules.matrix_lr:.3g}")
-    heights = ", ".join(rates)
-    return f"{rises}, {falls}; at lr 1.000: {heights}"
+    return (f"rise for {warmup:,} steps, fall after step {max(warmup, fall):,} to {plan.optimizer.final_lr_frac:g}; at "
+            f"lr 1.000: {', '.join(rates)}")
 
 
 def require_time(plan, num_iterations):

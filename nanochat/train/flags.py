@@ -52,23 +52,11 @@ def mirror_place(text):
     return place
 
 
-def span_of_steps(text):
-    match = re.fullmatch(r"([0-9]{1,10}):([0-9]{1,10})", text)
-    if not match or int(match[1]) >= int(match[2]):
-        raise BadInput("it is not BEGIN:END with BEGIN < END: give for example 10:13")
-    return text
-
-
 @dataclass(frozen=True)
 class RunFlags:
-    run: str = flag("dummy", "name of the run, its folder and its entry in WandB; dummy: no WandB")
-    resume: str = flag("auto", "auto: resume the run of this name, if it has a checkpoint; never: move the old run "
-                       "aside; docs/training.md#resume", choices=("auto", "never"))
+    run: str = flag("dummy", "name of the run, its folder and its entry in WandB; dummy: no WandB; a run that has a "
+                    "checkpoint resumes; docs/training.md#resume")
     seed: int = flag(0, "seed of the weights and of the data order", at_least=0)
-
-    @property
-    def starts_over(self):
-        return self.resume == "never"
 
 
 @dataclass(frozen=True)
@@ -234,8 +222,6 @@ class RecordFlags:
     log_every: int = flag(10, "steps between lines of the log", at_least=1)
     step_timeout_s: float = flag(600.0, "end the run if a step exceeds this and 20 times the median; -1: never",
                                  above=0, unset=-1)
-    profile_steps: str = flag("", "BEGIN:END: trace the steps after BEGIN up to END for TensorBoard, such as 10:13; on "
-                              "XLA", of=span_of_steps)
 
     @property
     def kept(self):
@@ -288,6 +274,8 @@ GONE = {
     "data_mix": Gone("give its file as --data_dir"),
     "skip_bad_shards": Gone("copy a corrupt shard again, or begin a new run without it: leave it out", off=(False,)),
     "preflight": Gone("run python3 -m scripts.tpu_preflight before, with the same flags"),
+    "profile_steps": Gone("set $PROFILE_PORT, and ask the running process for a trace: docs/training.md"),
+    "resume": Gone("a run that has a checkpoint resumes: to start over, choose another --run, or delete its folder"),
     "tokenizer_threads": Gone("each rank has two threads that prefetch and tokenize: leave it out"),
 }
 
@@ -316,18 +304,9 @@ class FlagGroups:
         for group in (getattr(self, each.name) for each in fields(self)):
             for each in fields(group):
                 value = getattr(group, each.name)
-                if each.metadata and value != each.default and each.name != "resume":
+                if each.metadata and value != each.default:
                     lines.append(f"{each.name} = {json.dumps(value, ensure_ascii=False)}")
         return "\n".join(lines) + "\n"
-
-    def settled(self, config):
-        """Returns the same flags, with those of the model as in its config."""
-        return self
-
-    def at_commits(self, saved=None):
-        """Returns the same flags, with a commit in each place on the Hub (bucket.pinned). saved: the flags in a
-        checkpoint, {name: value}."""
-        return self
 
 
 @dataclass(frozen=True)
@@ -352,10 +331,12 @@ class Flags(FlagGroups):
         return Flags(*changed)
 
     def settled(self, config):
+        """Returns the same flags, with those of the model as in its config."""
         return self.replace(**settled(config))
 
-    def at_commits(self, saved=None):
-        saved = saved or {}
+    def at_commits(self, saved):
+        """Returns the same flags, with a commit in each place on the Hub (bucket.pinned). saved: the flags in a
+        checkpoint, {name: value}."""
         return self.replace(data_dir=pinned(self.data.data_dir, saved.get("data_dir")),
                             val_dir=pinned(self.data.val_dir, saved.get("val_dir")))
 

@@ -232,7 +232,7 @@ def make_task(flags, device_type, world_size, directory, checkpoint=None):
     tokenizer = run_tokenizer(flags)
     if saved:
         require_as_saved(asked, read_language_config(checkpoint, saved), checkpoint)
-    flags, start = find_beginning(flags.at_commits(saved and saved.flags), saved, tokenizer, directory)
+    flags, start = find_beginning(flags.at_commits(saved.flags if saved else {}), saved, tokenizer, directory)
     plan = make_plan(flags, tokenizer.n_vocab, device_type, world_size, saved)
     flags = flags.settled(plan.config)
     if not saved:

@@ -129,4 +129,4 @@ def train_without_parent(flags, device_type, make_task):
 def say_finished(run):
     """Says that nothing is left to train."""
     say(f"run {run.flags.run.run} has reached step {run.finished_step} ({run.checkpoint}): nothing left to do. "
-        "Raise --num_iterations, choose another --run, or start over with --resume=never")
+        "Raise --num_iterations, choose another --run, or delete its folder to start over")

@@ -56,8 +56,6 @@ class Run:
 
     def begin(self):
         """Changes the run's folder when training begins, after the last refusal. Rank 0 only."""
-        if self.flags.run.starts_over:
-            on_disk.set_aside_after(self.directory, -1)
         (self.directory / FINISHED_FILE).unlink(missing_ok=True)
         with written_whole(self.directory / CONFIG_FILE) as file:
             file.write_text(self.flags.as_toml(), encoding="utf-8")
@@ -95,31 +93,25 @@ def prepare(flags, device_type, make_task, pod=None):
     """
     directory = run_directory(flags)
     is_first = pod is None or pod.host.is_first
-    starts_over = flags.run.starts_over
     # The checkpoint comes first: it knows the model, the commits of the data, and how the run began. A mirror that
     # cannot be written to is found now and not at the first save.
     mirror = open_mirror(flags)
-    mirror_state = reach_mirror(mirror if is_first else None, directory, starts_over)
+    mirror_state = reach_mirror(mirror if is_first else None, directory)
     on_disk.clean_partial(directory)
-    path = None
-    is_finished = False
-    if not starts_over:
-        path, is_finished = resumed_checkpoint(directory, mirror, pod)
+    path, is_finished = resumed_checkpoint(directory, mirror, pod)
     world_size = expected_world_size(device_type, pod.host.count if pod else 1)
     task = make_task(flags, device_type, world_size, directory, path)
     if pod:
         found = pod.gather("what they train", what_is_trained(task))
         require_alike(pod.names, found, "give all hosts the same data, tokenizer, devices and --init_from")
     finished_step = step_if_finished(path, task.plan.num_iterations, is_finished) if path else None
-    if starts_over and not is_first:
-        on_disk.set_aside_after(directory, -1)  # copies of the first host's checkpoints; see Run.begin
     # New files, by this process alone and before a rank opens them: an earlier process's stop must not stop this one.
     Requests(directory / REQUESTS_FILE, create=True)
     Heartbeats(directory / HEARTBEATS_FILE, create=True)
     if flags.record.save_every > 0:
         on_disk.check_renaming(directory)
         # Another host than the first holds only the checkpoint that it fetches.
-        on_disk.check_disk_space(directory, task.state_bytes(), 2 if is_first else 1, starts_over)
+        on_disk.check_disk_space(directory, task.state_bytes(), 2 if is_first else 1)
     if mirror_state and path:  # the mirror may lack it: the process before was perhaps killed during the copy
         mirror_state.saved(path.name)
         mirror_state.write(directory)
@@ -166,10 +158,9 @@ def resumed_checkpoint(directory, mirror, pod=None):
     return agree_on_checkpoint(pod, mirror, directory, path, is_finished)
 
 
-def reach_mirror(mirror, directory, starts_over):
+def reach_mirror(mirror, directory):
     """Writes to the mirror as a test, and waits for an unreachable one. Returns its MirrorState, which is also in the
-    run's directory, or None without a mirror. Raises BadInput or Outage. starts_over: the mirror must have no
-    checkpoints of an older run."""
+    run's directory, or None without a mirror. Raises BadInput or Outage."""
     if mirror is None:
         (directory / STATE_FILE).unlink(missing_ok=True)
         return None
@@ -191,9 +182,6 @@ def reach_mirror(mirror, directory, starts_over):
     state.newest_copied = copies[-1] if copies else None
     state.error = None
     state.write(directory)
-    if starts_over and copies:
-        raise BadInput(f"--resume=never, but {mirror.url} has {copies[-1]} of an older run, and new checkpoints would "
-                       "replace old ones: choose another --run, or move that folder")
     return state
 
 
@@ -210,7 +198,7 @@ def newest_checkpoint(directory, mirror):
     if damaged and not path:
         problems = ", ".join(f"{bad.name} ({problem})" for bad, problem in damaged.items())
         raise BadInput(f"all checkpoints in {directory} are damaged: {problems}: put whole copies in their place, or "
-                       "start over with --resume=never")
+                       "choose another --run")
     for bad, problem in damaged.items():
         say(f"warning: checkpoint {bad} is damaged ({problem}): it is set aside")
         if bad != path:  # otherwise the mirror's copy is in its place

@@ -65,15 +65,15 @@ def with_start(flags):
     if not flags.start.init_from:
         return flags
     directory = run_directory(flags)
-    own = None if flags.run.starts_over else on_disk.latest(directory)
-    flags, point = find_beginning(flags, saved_meta(own, "language"), run_tokenizer(flags), directory)
+    saved = saved_meta(on_disk.latest(directory), "language")
+    flags, point = find_beginning(flags, saved, run_tokenizer(flags), directory)
     return flags.replace(init_from=str(point.path)) if point else flags  # run_tokenizer finds a path again, anywhere
 
 
 def run_tokenizer(flags):
     """Returns the tokenizer of a run: of --tokenizer_dir, else the one that came with the imported weights with which
     it began or begins, else the default. Raises BadInput."""
-    checkpoints = [] if flags.run.starts_over else on_disk.list_checkpoints(run_directory(flags))
+    checkpoints = on_disk.list_checkpoints(run_directory(flags))
     if not checkpoints and flags.start.init_from:
         with suppress(BadInput):  # find_beginning says what is wrong
             checkpoints = [on_disk.find_checkpoint(flags.start.init_from)]

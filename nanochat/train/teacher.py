@@ -50,15 +50,12 @@ def find_teacher(flags, plan, tokenizer, directory):
     if config.vocab_size < rows:
         raise BadInput(f"{what} has a vocabulary of {config.vocab_size}, and this model one of {rows}: give another "
                        "teacher")
-    config = replace(config, vocab_size=rows)  # rows beyond the student's are of no token
     try:
-        config = config.with_rows(plan.config.max_seq_len)
-    except BadInput as error:
-        raise BadInput(f"{what}: {error}") from None
-    if config.max_seq_len < plan.config.max_seq_len:
-        raise BadInput(f"{what} sees {config.max_seq_len} positions: give --max_seq_len of at most that, not "
-                       f"{plan.config.max_seq_len}")
-    try:
+        # Rows of the vocabulary beyond the student's are of no token.
+        config = replace(config, vocab_size=rows).with_rows(plan.config.max_seq_len)
+        if config.max_seq_len < plan.config.max_seq_len:
+            raise BadInput(f"it sees {config.max_seq_len} positions: give --max_seq_len of at most that, not "
+                           f"{plan.config.max_seq_len}")
         require_shapes(plan.kernel, config, plan.device_type)
         require_parts(plan.mesh, config)
     except BadInput as error:

@@ -15,7 +15,6 @@ from nanochat.common import work
 from nanochat.device.ranks import print0
 from nanochat.record.alerts import alert
 from nanochat.record.goodput import Goodput
-from nanochat.record.observe import Profile
 from nanochat.run import stopping
 from nanochat.train.liveness import Liveness
 from nanochat.train.saves import Saves
@@ -45,7 +44,6 @@ class Trainer:
         if dist.rank == 0:
             run.begin()
             alert(f"run {run.flags.run.run} started at step {self.step}")
-        self.profile = Profile(run.flags.record.profile_steps, run.directory / "profile", dist)
         self.liveness = Liveness(run, dist, self.step)
         print0("\n".join(self.task.describe()))
         if restored:
@@ -122,7 +120,6 @@ class Trainer:
         self.task.before_step(self.training, self.step)
         self.log.begin_step()
         self.liveness.beat("step", self.step)
-        self.profile.before_step(self.step)
         with self.goodput.span("train"):
             result = self.training.run(self.batches, self.training.optimizer.scheduled(self.step))
             self.log.add(result)
@@ -164,7 +161,6 @@ class Trainer:
         # first, and all wait until it is on disk. Only then does rank 0 let a further signal end the process, close the
         # log, which may wait for WandB, and wait for the mirror. The parent waits for rank 0, so the others return.
         is_stopped = self.liveness.is_stopping
-        self.profile.close()
         self.liveness.finish(self.step)
         if self.nonfinite.are_too_many:
             self.report_nonfinite()

@@ -62,8 +62,6 @@ def test_resuming_something_else_is_refused(train, tiny, corpus_dir):
                          ([f"--data_dir={corpus_dir}/val"], "the hash of --data_dir is")]:
         with pytest.raises(BadInput, match=words):
             main(last_of_each(*tiny, "--run=test", "--num_iterations=8", *flags))
-    restarted = train("--resume=never", "--depth=3", "--device_type=cpu")
-    assert sorted(restarted.losses) == [1, 2, 3, 4, 5, 6]
 
 
 def change_meta(path, name, value):

@@ -194,8 +194,8 @@ def test_a_checkpoint_goes_on_on_every_other_mesh(train, reference, odd_tokenize
 
 
 @pytest.mark.parametrize("flags, devices, words", [
-    (["--mesh_fsdp=2"], 1, "--mesh_fsdp=2 .* there are 1: use 1 along fsdp, and the others along data"),
-    (["--mesh_tensor=2"], 1, "--mesh_tensor=2 .* there are 1: use 1 along tensor"),
+    (["--mesh_fsdp=2"], 1, "--mesh_fsdp=2 .* number of chips, 1: use 1 along fsdp, and the others along data"),
+    (["--mesh_tensor=2"], 1, "--mesh_tensor=2 .* number of chips, 1: use 1 along tensor"),
     (["--mesh_tensor=4"], 4, "4 chips along tensor do not divide the attention heads .*2: use 2 along tensor"),
     (["--mesh_tensor=2", "--num_kv_heads=1"], 2, "do not divide the heads of keys and values .*1: use 1 along tensor"),
     (["--mesh_tensor=2", "--mesh_fsdp=4", "--model_dim=60"], 8,

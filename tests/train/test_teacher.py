@@ -4,10 +4,9 @@ import pytest
 from nanochat.checkpoint.on_disk import set_aside_after
 from nanochat.common import BadInput
 from nanochat.data.tokenizer import SHIPPED_DIR
-from nanochat.device.ranks import resolve_device_type
 from nanochat.train.flags import parse_flags
 from nanochat.train.language import make_task
-from nanochat.train.prepare import prepare
+from nanochat.train.prepare import run_directory
 from tests.conftest import LLAMA, last_of_each
 
 
@@ -36,8 +35,9 @@ def test_a_student_resumes_bit_for_bit(train, teacher, devices, kernel, model):
 
 def test_a_teacher_that_cannot_teach_is_refused(base_dir, tiny, teacher):
     def refusal(*flags, run="student"):
+        flags = parse_flags(last_of_each(f"--run={run}", *tiny, *flags))
         with pytest.raises(BadInput) as error:
-            prepare(parse_flags(last_of_each(f"--run={run}", *tiny, *flags)), resolve_device_type("cpu"), make_task)
+            make_task(flags, "cpu", 1, run_directory(flags))
         return str(error.value)
 
     assert "no checkpoint at nobody" in refusal("--teacher=nobody")
