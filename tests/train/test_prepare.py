@@ -25,7 +25,7 @@ class Flags(FlagGroups):
 class Task:
     flags: Flags
     plan: SimpleNamespace
-    checkpoint: Path | None
+    checkpoint: Path | None = None
 
     def state_bytes(self):
         return 1000

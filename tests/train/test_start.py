@@ -106,9 +106,9 @@ def test_fifty_steps_with_the_usual_rates_unlearn_nothing_of_trained_weights_of_
 
 def test_a_start_that_cannot_be_is_refused_in_one_line(train, first, tiny, tmp_path):
     def refusal(*flags, run="second"):
-        flags = parse_flags(last_of_each(f"--run={run}", *tiny, *flags))
-        directory = run_directory(flags)
+        directory = get_base_dir() / "checkpoints" / run
         with pytest.raises(BadInput) as error:
+            flags = parse_flags(last_of_each(f"--run={run}", *tiny, *flags))
             make_task(flags, "cpu", 1, directory, on_disk.latest(directory))
         assert "\n" not in str(error.value)
         return str(error.value)
