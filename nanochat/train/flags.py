@@ -3,7 +3,6 @@ import json
 import re
 from dataclasses import asdict, dataclass, field, fields, make_dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
 from nanochat.checkpoint.on_disk import Kept, step_of
 from nanochat.common import BadInput, expand_path, flag, not_empty, read_flags
@@ -246,45 +245,43 @@ TITLES = {
     LanguageRecordFlags: "evaluation, samples, checkpoints, logs"}
 
 
-class Gone(NamedTuple):
-    """A flag that base_train had. Runs that began with it resume only from the values of `off`, if there are some."""
-    instead: str  # what to do now
-    off: tuple = ()
-
-
+# Flags that base_train had, and what to do instead.
 GONE = {
-    "short_window": Gone("short layers see a quarter of --max_seq_len: leave it out"),
-    "target_flops": Gone("give --num_iterations, or --target_param_data_ratio", off=(-1.0,)),
-    "kd_until": Gone("the teacher stays to the end: leave it out", off=(1.0,)),
-    "code_eval_every": Gone("run python3 -m scripts.code_eval --checkpoint=RUN after the run"),
-    "code_eval_problems": Gone("run python3 -m scripts.code_eval --checkpoint=RUN --problems=… after the run"),
-    "gradient_sums": Gone("chips exchange gradients in float32: leave it out", off=("float32",)),
-    "mesh_data": Gone("it is the number of chips / (mesh_fsdp × mesh_tensor): leave it out"),
-    "ngram_rows": Gone("models have no tables of n-grams: leave it out"),
-    "fim_context": Gone("models train on single files, and read others when they complete: leave it out", off=(0.0,)),
-    "wandb_project": Gone("set $WANDB_PROJECT"),
-    "save_every_minutes": Gone("divide the minutes by the time of a step, and give --save_every=STEPS"),
-    "checkpoint_piece_gb": Gone("files have 4 GB at most: leave it out"),
-    "max_bad_steps": Gone("a run ends after 10 non-finite steps in a row: leave it out"),
-    "decay_from": Gone("begin a run with --init_from=RUN/step_000100, --warmup_steps=0 and --warmdown_ratio=1; a run "
-                       "that began with it resumes without it"),
-    "init_optimizer": Gone("--init_from takes the optimizer's state, where there is one: leave it out"),
-    "rate_horizon": Gone("multiply the rates with --lr_scale; a run that began with it keeps it"),
-    "learning_rate": Gone("multiply all rates with --lr_scale, such as --lr_scale=0.5"),
-    "data_mix": Gone("give its file as --data_dir"),
-    "skip_bad_shards": Gone("copy a corrupt shard again, or begin a new run without it: leave it out", off=(False,)),
-    "preflight": Gone("run python3 -m scripts.tpu_preflight before, with the same flags"),
-    "profile_steps": Gone("set $PROFILE_PORT, and ask the running process for a trace: docs/training.md"),
-    "resume": Gone("a run that has a checkpoint resumes: to start over, choose another --run, or delete its folder"),
-    "tokenizer_threads": Gone("each rank has two threads that prefetch and tokenize: leave it out"),
+    "short_window": "short layers see a quarter of --max_seq_len: leave it out",
+    "target_flops": "give --num_iterations, or --target_param_data_ratio",
+    "kd_until": "the teacher stays to the end: leave it out",
+    "code_eval_every": "run python3 -m scripts.code_eval --checkpoint=RUN after the run",
+    "code_eval_problems": "run python3 -m scripts.code_eval --checkpoint=RUN --problems=… after the run",
+    "gradient_sums": "chips exchange gradients in float32: leave it out",
+    "mesh_data": "it is the number of chips / (mesh_fsdp × mesh_tensor): leave it out",
+    "ngram_rows": "models have no tables of n-grams: leave it out",
+    "fim_context": "models train on single files, and read others when they complete: leave it out",
+    "wandb_project": "set $WANDB_PROJECT",
+    "save_every_minutes": "divide the minutes by the time of a step, and give --save_every=STEPS",
+    "checkpoint_piece_gb": "files have 4 GB at most: leave it out",
+    "max_bad_steps": "a run ends after 10 non-finite steps in a row: leave it out",
+    "decay_from": "begin a run with --init_from=RUN/step_000100, --warmup_steps=0 and --warmdown_ratio=1; a run "
+                  "that began with it resumes without it",
+    "init_optimizer": "--init_from takes the optimizer's state, where there is one: leave it out",
+    "rate_horizon": "multiply the rates with --lr_scale; a run that began with it keeps it",
+    "learning_rate": "multiply all rates with --lr_scale, such as --lr_scale=0.5",
+    "data_mix": "give its file as --data_dir",
+    "skip_bad_shards": "copy a corrupt shard again, or begin a new run without it: leave it out",
+    "preflight": "run python3 -m scripts.tpu_preflight before, with the same flags",
+    "profile_steps": "set $PROFILE_PORT, and ask the running process for a trace: docs/training.md",
+    "resume": "a run that has a checkpoint resumes: to start over, choose another --run, or delete its folder",
+    "tokenizer_threads": "each rank has two threads that prefetch and tokenize: leave it out",
 }
+# The values of some of them that meant "off": runs that began with others cannot resume.
+GONE_OFF = {"target_flops": -1.0, "kd_until": 1.0, "gradient_sums": "float32", "fim_context": 0.0,
+            "skip_bad_shards": False}
 
 
 def require_not_gone(saved, run):
     """Raises BadInput if a checkpoint's flags, {name: value}, have one that is gone and made another run of it."""
-    for name, gone in GONE.items():
-        if gone.off and name in saved and saved[name] not in gone.off:
-            raise BadInput(f"--run={run} has a checkpoint with --{name}={saved[name]}, which is gone ({gone.instead}): "
+    for name, off in GONE_OFF.items():
+        if saved.get(name, off) != off:
+            raise BadInput(f"--run={run} has a checkpoint with --{name}={saved[name]}, which is gone ({GONE[name]}): "
                            "choose another --run, or resume with the version of nanochat that wrote it")
 
 
@@ -344,5 +341,4 @@ class Flags(FlagGroups):
 def parse_flags(argv=None, description=None):
     """Returns the Flags of a command line. argv: the arguments, by default this process's; description: for --help.
     Raises BadInput."""
-    gone = {name: each.instead for name, each in GONE.items()}
-    return Flags(*read_flags(argv, description, TITLES, FIRST, gone))
+    return Flags(*read_flags(argv, description, TITLES, FIRST, GONE))

@@ -27,10 +27,6 @@ class TaskPlan(Protocol):
     unit: str  # of work, such as "tokens"
     flops_per_unit: float  # at the end of the run
     switches: tuple  # the steps at which the shape of a batch changes
-    # For the preflight, which only base_train has:
-    kernel: str
-    parameters: dict  # {group: number}
-    stages: tuple  # ((first step, step after the last, name of the micro-step), …)
 
     def units(self, begin, end):
         """Returns the units of work of steps `begin` to `end` - 1."""

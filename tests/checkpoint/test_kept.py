@@ -14,7 +14,7 @@ from nanochat.device.ranks import Dist
 from nanochat.infer.engine import Engine
 from nanochat.infer.load import load_model
 from nanochat.model.config import GPTConfig
-from nanochat.train.flags import GONE, parse_flags, require_not_gone
+from nanochat.train.flags import GONE, GONE_OFF, parse_flags, require_not_gone
 from nanochat.train.start import as_begun
 from scripts import base_train, puzzle_train
 
@@ -105,15 +105,15 @@ def test_a_run_that_began_with_weights_keeps_the_rates_for_its_length(init_optim
 
 @pytest.mark.parametrize("name", GONE)
 def test_a_flag_that_is_gone_is_refused_with_what_replaces_it(name):
-    with pytest.raises(BadInput, match=f"^--{name}=3 is gone: {re.escape(GONE[name].instead)}$"):
+    with pytest.raises(BadInput, match=f"^--{name}=3 is gone: {re.escape(GONE[name])}$"):
         parse_flags([f"--{name}=3"])
 
 
-@pytest.mark.parametrize("name", [name for name, gone in GONE.items() if gone.off])
+@pytest.mark.parametrize("name", GONE_OFF)
 def test_a_run_whose_flag_is_gone_resumes_only_if_it_was_off(name):
     path = checkpoint_of("plain")
     saved = load_meta(path).flags
-    require_not_gone(saved | {name: GONE[name].off[0]}, "plain")
+    require_not_gone(saved | {name: GONE_OFF[name]}, "plain")
     with pytest.raises(BadInput, match=f"--run=plain .*--{name}=other, which is gone"):
         require_not_gone(saved | {name: "other"}, "plain")
 

@@ -166,39 +166,6 @@ def test_adam_group_equals_pytorchs_adam():
     torch.testing.assert_close(model.wte, expected)
 
 
-def test_a_few_steps_overfit_a_batch():
-    model = tiny_model()
-    optimizer = make_optimizer(model, 2**12, 60, warmup_steps=1)
-    ids = torch.randint(50, (4, 9), generator=torch.Generator().manual_seed(1))
-    for step in range(60):
-        loss = model(ids[:, :-1], ids[:, 1:]).mean()
-        loss.backward()
-        optimizer.update(optimizer.scheduled(step), {"loss": torch.zeros(())})
-    assert loss.item() < 0.3 * math.log(50)
-
-
-def test_state_restored_into_another_optimizer_goes_on_bit_for_bit():
-    ids = torch.randint(50, (4, 9), generator=torch.Generator().manual_seed(1))
-
-    def steps(model, optimizer, begin, end):
-        for step in range(begin, end):
-            model(ids[:, :-1], ids[:, 1:]).mean().backward()
-            optimizer.update(optimizer.scheduled(step), {"loss": torch.zeros(())})
-
-    whole = tiny_model()
-    steps(whole, make_optimizer(whole, 2**15, 10), 0, 6)
-    first = tiny_model()
-    first_optimizer = make_optimizer(first, 2**15, 10)
-    steps(first, first_optimizer, 0, 3)
-    second = tiny_model()
-    second.load_state_dict(first.state_dict())
-    second_optimizer = make_optimizer(second, 2**15, 10)
-    second_optimizer.load_state_dict(first_optimizer.host_state()[1])
-    steps(second, second_optimizer, 3, 6)
-    for expected, found in zip(whole.parameters(), second.parameters(), strict=True):
-        assert torch.equal(expected, found)
-
-
 def test_the_state_for_a_checkpoint_stays_as_it_was():
     model = tiny_model()
     optimizer = make_optimizer(model, 2**19, 60)

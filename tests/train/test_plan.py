@@ -9,6 +9,7 @@ from nanochat.common import BadInput
 from nanochat.data.tokenizer import load_tokenizer
 from nanochat.model.config import GPTConfig
 from nanochat.model.weights import flops_per_token
+from nanochat.train import describe
 from nanochat.train.describe import describe_plan
 from nanochat.train.flags import parse_flags
 from nanochat.train.plan import make_plan
@@ -156,3 +157,17 @@ def test_shapes_that_a_kernel_cannot_run_are_refused_before_a_device_is_opened()
     flags = parse_flags(["--kernel=flash", "--model_dim=256", "--num_heads=4", "--total_batch_size=65536"])
     with pytest.raises(BadInput, match="--kernel=flash has heads of 128 .* not heads of 64 and 1024"):
         make_plan(flags, 65536, "tpu", 8)
+
+
+def test_a_run_of_more_than_a_day_on_a_cpu_asks_for_num_iterations(monkeypatch, capsys):
+    monkeypatch.setattr(describe.os, "sched_getaffinity", lambda pid: {0, 1})
+    plan = make_plan(parse_flags(["--depth=8", "--max_seq_len=256"]), 512, "cpu", 1)
+    days = plan.flops(0, plan.num_iterations) / 60e9 / 86400
+    assert days > 2
+    with pytest.raises(BadInput, match=f"take about {days:,.0f} days on this CPU: for a first try add --num_it"):
+        describe.require_time(plan, -1)
+    describe.require_time(plan, plan.num_iterations)
+    assert f"about {days:,.0f} days on this CPU; for a first try add" in capsys.readouterr().out
+    for flags, device_type in ((describe.FIRST_TRY.split(), "cpu"), ([], "tpu")):
+        describe.require_time(make_plan(parse_flags([*flags, "--depth=2"]), 512, device_type, 1), -1)
+    assert not capsys.readouterr().out
