@@ -35,7 +35,7 @@ HELPS = [*SCRIPTS,
          *sorted(f"deploy/{path.name}" for path in (ROOT / "deploy").glob("*.sh"))]
 # Programs that are not of this project: their arguments are not checked.
 OTHER_PROGRAMS = {"ray", "$EDITOR", "apt-get", "cp", "diff", "export", "gcloud", "head", "llama-server", "source"}
-WRAPPERS = {"nohup", "python3", "torchrun"}
+WRAPPERS = {"nohup", "python3"}
 
 
 class Parsed(BaseException):

@@ -42,7 +42,7 @@ from nanochat.train.plan import make_plan
 MIN_FREE_GB = {"tpu": 20, "xla": 1}  # on disk
 # Variables that a VM, Colab, Kaggle or this program sets. Others change the compiler or the runtime.
 KNOWN_VARIABLES = {
-    "PJRT_DEVICE", "TPU_ACCELERATOR_TYPE", "TPU_MESH_CONFIG", "TPU_AXIS_NAMES", "TPU_WORKER_ID", "TPU_WORKER_HOSTNAMES",
+    "PJRT_DEVICE", "TPU_ACCELERATOR_TYPE", "TPU_WORKER_ID", "TPU_WORKER_HOSTNAMES",
     "TPU_PROCESS_ADDRESSES", "TPU_PROCESS_BOUNDS", "TPU_VISIBLE_CHIPS", "TPU_CHIPS_PER_PROCESS_BOUNDS",
     "TPU_CHIPS_PER_HOST_BOUNDS", "TPU_HOST_BOUNDS", "TPU_SKIP_MDS_QUERY", "TPU_RUNTIME_METRICS_PORTS"}
 

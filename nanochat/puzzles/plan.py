@@ -75,8 +75,6 @@ def make_plan(flags, puzzles, device_type, world_size):
         below = max(total // world_size, 1) * world_size
         above = (total // world_size + 1) * world_size
         raise BadInput(f"--total_batch_size={total} does not divide by {world_size} devices: use {below} or {above}")
-    if device_type == "cuda" and world_size > 1:
-        raise BadInput(f"puzzles train on one GPU, not on {world_size}: start without torchrun")
     config = TRMConfig(puzzles.vocab_size, puzzles.side ** 2, model.hidden, model.layers, model.heads, model.mixer,
                        model.recursions, model.cycles, model.prefix)
     return PuzzlePlan(config, flags.puzzles.num_iterations, total, flags.devices.dtype_on(device_type),

@@ -25,7 +25,6 @@ from tests.warm import TIMEOUT_S
     (["--data_dir=/nowhere"], "no train data: /nowhere"),
     (["--run=a/b"], "--run=a/b"),
     (["--num_kv_heads=3"], "--num_kv_heads=3"),
-    (["--profile_steps=3"], "--profile_steps=3: it is not BEGIN:END"),
     (["--val_dir=/nowhere", "--eval_every=-1"], "no val data: /nowhere"),
     (["--fim_rate=0.5"], "--fim_rate=0.5 needs rows .* --max_seq_len=32 is less than 64"),
     (["--fim_rate=0.5", "--max_seq_len=64", "--synthetic_data"], "--fim_rate=0.5 .* --synthetic_data"),
