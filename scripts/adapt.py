@@ -176,7 +176,7 @@ def training_flags(flags, path, meta, steps, folder, fim_rate, eval_tokens=EVAL_
     found = [f"--run={flags.run}", f"--init_from={path}", f"--data_dir={folder / 'mix.toml'}",
              f"--num_iterations={steps}", "--warmdown_ratio=1", *rate_flags(flags, meta, steps),
              f"--total_batch_size={tokens}", f"--eval_every={every}", f"--eval_tokens={eval_tokens}",
-             "--sample_every=-1", f"--save_every={every}", f"--keep_every={every}",
+             "--sample_every=-1", f"--save_every={every}", "--keep_checkpoints=100",
              f"--device_type={flags.device_type}", f"--fim_rate={fim_rate:g}",
              # Each lane reads other files from their first line on. So few lanes see whole files in a short training,
              # and many would see beginnings, mostly licences.

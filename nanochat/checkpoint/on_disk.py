@@ -251,14 +251,10 @@ def publish(partial, final):
 class Kept:
     """Which checkpoints stay when there is a new one."""
     newest: int = sys.maxsize  # this many of the newest, at least one
-    every: int = -1  # and those whose step is a multiple of this; -1: none
 
     def outdated(self, paths):
         """Returns the paths or names of checkpoints that may go. paths: oldest first."""
-        return [path for path in paths[:-max(self.newest, 1)] if not self.is_for_ever(path)]
-
-    def is_for_ever(self, path):
-        return self.every > 0 and step_of(path) % self.every == 0
+        return paths[:-max(self.newest, 1)]
 
 
 def set_aside_after(run_dir, step):

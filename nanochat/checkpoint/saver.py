@@ -134,7 +134,7 @@ def save_checkpoint(run_dir, model_state, optimizer_state, meta, num_lanes, layo
     mine = layout.files_with(model_state, optimizer_state)
     partial.mkdir(parents=True, exist_ok=True)
     # Other ranks may have written a part of it already.
-    make_room(run_dir, layout.num_bytes - on_disk.bytes_in(partial), options.kept)
+    make_room(run_dir, layout.num_bytes - on_disk.bytes_in(partial))
     try:
         write_files(partial, mine)
         texts = layout.indexes() | {META: json.dumps(meta.to_json(), indent=1)}
@@ -157,10 +157,10 @@ def save_checkpoint(run_dir, model_state, optimizer_state, meta, num_lanes, layo
     return final
 
 
-def make_room(run_dir, needed_bytes, kept):
-    """Deletes the oldest checkpoints until `needed_bytes` are free; never the newest nor those that are kept for ever.
-    Raises OSError (ENOSPC) if that is not enough."""
-    doomed = [path for path in on_disk.list_checkpoints(run_dir)[:-1] if not kept.is_for_ever(path)]
+def make_room(run_dir, needed_bytes):
+    """Deletes the oldest checkpoints until `needed_bytes` are free, but never the newest. Raises OSError (ENOSPC) if
+    that is not enough."""
+    doomed = on_disk.list_checkpoints(run_dir)[:-1]
     while (free := shutil.disk_usage(run_dir).free) < needed_bytes:
         if not doomed:
             raise OSError(errno.ENOSPC, f"a checkpoint takes {needed_bytes / 1e6:,.1f} MB and {free / 1e6:,.1f} MB "

@@ -92,11 +92,6 @@ class Uploader:
         with self._condition:
             return [path for path in (self._copying, self._waiting) if path]
 
-    def behind_s(self):
-        """Returns for how many seconds the mirror has lacked the newest checkpoint; 0 if it has it."""
-        since = self._state.behind_since
-        return max(time.time() - since, 0.0) if since else 0.0
-
     def finish(self, is_told_to_end=lambda: False):
         """Waits until the newest checkpoint is in the mirror, or the mirror refuses it for good, or is_told_to_end(),
         or END_TIMEOUT_S have passed. Returns whether it is there. Then copies the metrics once more, because the last

@@ -21,7 +21,6 @@ from pathlib import Path
 from nanochat.common import is_disk_full, move_aside, say, written_whole
 
 METRICS_FILE = "metrics.jsonl"
-MIRROR_BEHIND_S = 60  # the console line shows a mirror that is further behind
 QUEUE_RECORDS = 1000  # that wait for a reader
 WANDB_TIMEOUT_S = 60
 
@@ -41,7 +40,7 @@ class MetricsLogger:
         self._console = console
         self._of_task = of_task
         self._readers = readers
-        _rewind(self.path, resume_step, console)
+        _rewind(self.path, resume_step)
         # Unbuffered: the kernel holds a logged record, which survives a kill of this process.
         self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         self._unwritten = b""
@@ -97,25 +96,21 @@ def parse_record(line):
     return None
 
 
-def _rewind(path, resume_step, console):
-    """Deletes the records that the run writes again, those after `resume_step` and of its evaluation, and with a
-    warning all lines that are no records."""
+def _rewind(path, resume_step):
+    """Deletes the records that the run writes again, those after `resume_step` and of its evaluation, and all
+    lines that are no records."""
     if not path.exists():
         return
     if resume_step is None:
         move_aside(path)
         return
     kept = []
-    num_others = 0
     for line in path.read_text(errors="replace").splitlines():
         record = parse_record(line)
         if record is None:
-            num_others += 1
             continue
         if record["step"] < resume_step or record["step"] == resume_step and "loss" in record:
             kept.append(line + "\n")
-    if num_others:
-        console(f"warning: {path}: left out what is no record of a step (lines: {num_others})")
     with written_whole(path) as unfinished:
         unfinished.write_text("".join(kept))
 
@@ -234,10 +229,6 @@ def format_duration(seconds):
     return f"{seconds}s"
 
 
-def _mirror_behind(seconds):
-    return f"mirror behind by {format_duration(seconds)}" if seconds >= MIRROR_BEHIND_S else ""
-
-
 # The metrics on the console line, in its order.
 CONSOLE = {
     "mean_loss": "loss {:.4f}",  # of the steps since the last line whose loss was finite
@@ -252,8 +243,7 @@ CONSOLE = {
     "fim_bpb": "middles {:.4f}",  # with --fim_rate: bits per byte of middles, given the text before and after
     "fim_bytes": "of {} bytes",
     "recompiled": "compiled again: {}",  # a list of programs
-    "mirror_behind_s": "{}",  # for how long the mirror has lacked the newest checkpoint
 }
 _WORDS = {"tokens": format_count, "val_bytes": format_count, "time_left_s": format_duration,
-          "fim_bytes": format_count, "recompiled": ", ".join, "mirror_behind_s": _mirror_behind}
+          "fim_bytes": format_count, "recompiled": ", ".join}
 _NOT_FINITE = {"mean_loss": "loss not finite", "val_bpb": "validation not finite"}

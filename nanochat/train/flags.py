@@ -215,7 +215,6 @@ class RecordFlags:
     sample_every: int = flag(1000, "steps between samples, also at the end; -1: never", at_least=1, unset=-1)
     save_every: int = flag(1000, "steps between checkpoints, also at the end; -1: never", at_least=1, unset=-1)
     keep_checkpoints: int = flag(3, "newest checkpoints to keep on disk", at_least=1)
-    keep_every: int = flag(-1, "keep checkpoints of steps that are multiples of this; -1: none", at_least=1, unset=-1)
     checkpoint_mirror: str | None = flag(None, "gs://… or a directory for copies of checkpoints, from which a new VM "
                                          "resumes; docs/training.md#the-mirror", of=mirror_place)
     log_every: int = flag(10, "steps between lines of the log", at_least=1)
@@ -224,7 +223,7 @@ class RecordFlags:
 
     @property
     def kept(self):
-        return Kept(self.keep_checkpoints, self.keep_every)
+        return Kept(self.keep_checkpoints)
 
 
 @dataclass(frozen=True)
@@ -264,6 +263,7 @@ GONE = {
                   "that began with it resumes without it",
     "init_optimizer": "--init_from takes the optimizer's state, where there is one: leave it out",
     "rate_horizon": "multiply the rates with --lr_scale; a run that began with it keeps it",
+    "keep_every": "give --keep_checkpoints, as many as the disk holds",
     "learning_rate": "multiply all rates with --lr_scale, such as --lr_scale=0.5",
     "data_mix": "give its file as --data_dir",
     "skip_bad_shards": "copy a corrupt shard again, or begin a new run without it: leave it out",

@@ -1,6 +1,5 @@
 """The plan of a run: what follows from its flags and the number of devices, before anything starts."""
 import math
-import os
 import re
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
@@ -8,7 +7,6 @@ from itertools import pairwise
 import torch
 
 from nanochat.common import BadInput
-from nanochat.device import tpu
 from nanochat.device.mesh import Mesh, divisors_in_words, make_mesh
 from nanochat.kernels.attention_tiles import require_shapes
 from nanochat.kernels.choose import get_kernels, kernel_for
@@ -19,8 +17,6 @@ from nanochat.model.parts import require_parts
 from nanochat.model.rates import OptimConfig
 from nanochat.model.weights import count_parameters, matrix_parameters
 from nanochat.train.flags import MAX_STEPS, StartFlags
-
-MAX_DEVICE_BYTES = 512 << 30  # more than any TPU or GPU has
 
 
 # The sizes of a step hang together: its tokens are device_batch_size rows × max_seq_len × readers × micro-steps, such
@@ -124,7 +120,6 @@ def make_plan(flags, vocab_size, device_type, world_size, meta=None):
     # must suit the kernels, a batch is whole micro-steps of the mesh, and the horizon counts batches.
     config.require_flags(flags)
     parameters = count_parameters(config)
-    _require_memory(parameters, config, batch, device_type)
     mesh = plan_mesh(devices, config, device_type, world_size)
     kernel = plan_kernel(devices, config, device_type, mesh)
     lengths = _plan_lengths(flags, config, kernel, device_type)
@@ -214,26 +209,6 @@ def _plan_lengths(flags, config, kernel, device_type):
         except BadInput as error:
             raise BadInput(f"--seq_len_ramp={ramp}: {error}") from None
     return schedule
-
-
-def _require_memory(parameters, config, batch, device_type):
-    """Raises BadInput for a model that no device can hold, before it is made."""
-    # A lower bound. Per parameter: the weight in bf16 and the sum of its gradients in fp32. Per layer: its input in
-    # bf16, for the backward pass.
-    total = sum(parameters.values())
-    weight_bytes = 6 * total
-    input_bytes = 2 * config.n_layer * config.n_embd * batch.device_batch_size * config.max_seq_len
-    available = MAX_DEVICE_BYTES
-    whose = "no device has more than"
-    if device_type not in ("tpu", "cuda"):
-        available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        whose = "this machine has"
-    if weight_bytes + input_bytes > available:
-        raise BadInput(
-            f"--depth={config.n_layer} with --model_dim={config.n_embd} is a model of {total:.3g} parameters, which "
-            f"needs at least {weight_bytes / tpu.GIB:,.1f} GiB on a device, and {input_bytes / tpu.GIB:,.1f} GiB more "
-            f"for --device_batch_size={batch.device_batch_size} and --max_seq_len={config.max_seq_len}; {whose} "
-            f"{available / tpu.GIB:,.0f} GiB: use smaller ones")
 
 
 def plan_batch(batch, seq_len, mesh, parameters, num_lanes, meta=None):

@@ -67,10 +67,6 @@ class Saves:
         # Ranks that are threads wait for the slowest copy: an all-reduce on the CPU times out after some 15 s.
         thread_barrier(self._dist)
 
-    def mirror_behind_s(self):
-        """Returns for how many seconds the mirror has lacked the newest checkpoint, or None without a mirror."""
-        return self._uploader.behind_s() if self._uploader else None
-
     def finish(self, is_told_to_end):
         """Waits until the last checkpoint, or this rank's part of it, is on disk; on a full disk, until
         is_told_to_end(). Returns whether the state of the last `save` is on disk; other ranks than 0 return True."""

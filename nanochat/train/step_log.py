@@ -109,10 +109,10 @@ class StepLog:
             self._logger.log(self._last_step + self._num_recorded, {"loss": measured.fetch()["loss"]}, quiet=True)
         self._recorded_at = time.monotonic()
 
-    def write(self, step, goodput, batches, interruptions, mirror_behind_s=None):
+    def write(self, step, goodput, batches, interruptions):
         """Fetches the results of the steps since the last line, which waits for the device, and logs them.
 
-        step: the last of these steps; batches: see Task.open_batches; mirror_behind_s: see Saves, on rank 0.
+        step: the last of these steps; batches: see Task.open_batches.
         Returns the seconds per step, None if there was no step.
         """
         if not self._waiting:
@@ -130,7 +130,7 @@ class StepLog:
             record = summarise(results, averaged=self._training.sums)
             record |= self._speed(first, step, elapsed_s)
             record |= batches.metrics()
-            record |= self._totals(goodput, interruptions, mirror_behind_s)
+            record |= self._totals(goodput, interruptions)
             record |= self._training.observer.record(elapsed_s)
             self._logger.log(step, record)
             if first == self._first_step + 1 and self._dist.is_xla:
@@ -164,11 +164,9 @@ class StepLog:
             speed["time_left_s"] = elapsed_s * plan.flops(step, plan.num_iterations) / flops
         return speed
 
-    def _totals(self, goodput, interruptions, mirror_behind_s):
+    def _totals(self, goodput, interruptions):
         """Returns the metrics that count from the beginning of the run."""
         record = {"bad_steps": self._nonfinite.total, "interruptions": interruptions}
-        if mirror_behind_s is not None:
-            record["mirror_behind_s"] = round(mirror_behind_s)
         seconds = goodput.seconds()
         record |= {"goodput": goodput.fraction(), "seconds": sum(seconds.values())}
         return record | {f"seconds_{name}": value for name, value in seconds.items()}

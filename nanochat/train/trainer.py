@@ -135,8 +135,7 @@ class Trainer:
     def write_log(self):
         """Logs the steps since the last line. It comes first between two steps: saves and events must not count as time
         of a step, and a checkpoint must not be ahead of metrics.jsonl."""
-        seconds = self.log.write(self.step, self.goodput, self.batches, self.interruptions,
-                                 self.saves.mirror_behind_s())
+        seconds = self.log.write(self.step, self.goodput, self.batches, self.interruptions)
         if seconds is not None:
             self.liveness.note_step_seconds(seconds)
 

@@ -31,11 +31,11 @@ def make_source(**fields):
     return {"model": "some/model", "commit": "", "licence": "mit", "model_type": "qwen2", "dtype": "float32"} | fields
 
 
-def save(run_dir, step, keep=100, keep_every=-1, uploader=None):
+def save(run_dir, step, keep=100, uploader=None):
     """Saves a checkpoint of two lanes, whose weights depend on `step`; returns its path."""
     save_lane_states(run_dir, step, {0: {"row": step}, 1: {"row": step, "buffer": [1, 2, 3]}})
     return save_checkpoint(run_dir, *make_state(step), make_meta(step), num_lanes=2,
-                           options=SaveOptions(on_disk.Kept(keep, keep_every)), uploader=uploader,
+                           options=SaveOptions(on_disk.Kept(keep)), uploader=uploader,
                            source=b"the small files")
 
 

@@ -46,14 +46,12 @@ def test_after_resuming_no_step_and_no_half_line_appears_twice(tmp_path):
                      (6, "loss"), (7, "loss"), (8, "loss")]
 
 
-def test_a_run_resumes_though_lines_of_its_file_are_no_records_and_says_so_once(tmp_path):
+def test_a_run_resumes_though_lines_of_its_file_are_no_records(tmp_path):
     start(tmp_path).log(1, {"loss": 1.0})
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('[]\n4\n{}\n{"step": "x", "time": 1}\n{"step": 2}\n{"step": 1, "time": null}\n' + "[" * 100_000)
-    said = []
-    start(tmp_path, console=said.append, resume_step=5).log(6, {"loss": 1.0}, quiet=True)
+    start(tmp_path, resume_step=5).log(6, {"loss": 1.0}, quiet=True)
     assert [record["step"] for record in read(tmp_path)] == [1, 6]
-    assert len(said) == 1 and "metrics.jsonl: left out what is no record of a step (lines: 7)" in said[0]
 
 
 def test_a_new_run_of_an_old_name_keeps_the_old_file_aside(tmp_path):
@@ -126,8 +124,6 @@ def test_each_record_is_written_once_while_another_thread_flushes(tmp_path, monk
       "tokens_per_s": 175_123.4, "mfu": 0.2, "tokens": 52_428_800},
      "step 00100/05000 | loss 3.2100 | lr 1.000 | 1,312 ms | 175,123 tok/s | mfu 20.0% | 52.4M tokens | 1h02m left"),
     ({"step": 6, "recompiled": ["micro_step", "update"]}, "step 00006/05000 | compiled again: micro_step, update"),
-    ({"step": 6, "mirror_behind_s": 725}, "step 00006/05000 | mirror behind by 12m05s"),
-    ({"step": 6, "mirror_behind_s": 20}, "step 00006/05000"),
     ({"step": 1, "time": 0.0, "mfu": None}, "step 00001/05000"),  # an unknown peak
     ({"step": 5, "val_bpb": 1.25, "val_bytes": 412_345, "fim_bpb": 2.1192, "fim_bytes": 65_536},
      "step 00005/05000 | validation 1.2500 bits per byte | of 412K bytes | middles 2.1192 | of 65.5K bytes"),

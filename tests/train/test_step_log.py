@@ -62,11 +62,11 @@ def test_every_result_is_in_the_file_by_its_name_and_the_console_shows_only_what
     assert log.write(0, Goodput(), BATCHES, 0) is None
     add(log, 4.0, 0.5, 1.0, 7.0)
     add(log, 2.0, 1.0, 3.0, 8.0)
-    assert log.write(2, Goodput(), BATCHES, interruptions=1, mirror_behind_s=1.6) > 0
+    assert log.write(2, Goodput(), BATCHES, interruptions=1) > 0
     first, last = records(tmp_path)
     assert first["step"] == 1 and first["loss"] == 4.0 and "mean_loss" not in first
     expected = {"step": 2, "loss": 2.0, "mean_loss": 3.0, "exact": 0.75, "grad_norm": 3.0, "size of the head": 8.0,
-                "tokens": 64, "bad_steps": 0, "interruptions": 1, "mirror_behind_s": 2, "lr_multiplier": 1.0}
+                "tokens": 64, "bad_steps": 0, "interruptions": 1, "lr_multiplier": 1.0}
     assert {name: last[name] for name in expected} == expected
     assert last["tokens_per_s"] == pytest.approx(16 / (2 * last["step_ms"] / 1000))
     assert last["time_left_s"] == pytest.approx(8 * last["step_ms"] / 1000)
