@@ -178,19 +178,10 @@ def detect_accelerator(pci_devices="/sys/bus/pci/devices"):
     return None
 
 
-def peak_flops(accelerator):
-    """Returns the dense bf16 FLOP/s of one chip, for MFU, or None if it is not in the tables."""
-    prefix = accelerator.partition("-")[0]
-    for tpu in TPU_TYPES.values():
-        if prefix in (tpu.name, tpu.accelerator_prefix):
-            return tpu.peak_flops
-    return None
-
-
 def peak_flops_here(device_type):
-    """Returns the bf16 FLOP/s of one device of this machine, or None if it is not known, as of GPUs."""
+    """Returns the dense bf16 FLOP/s of one chip of this machine, for MFU, or None if it is not known, as of GPUs."""
     accelerator = detect_accelerator() if device_type == "tpu" else None
-    return peak_flops(accelerator) if accelerator else None
+    return parse_accelerator(accelerator).tpu.peak_flops if accelerator else None
 
 
 # Prices

@@ -77,9 +77,7 @@ class Pod:
             timeout_s = self._limits.join_s + self._limits.lost_s  # the first host gives up before, and says why
         self._start(self._beat)
         hellos = self.gather(JOINED, {"name": self.host.name, "about": about, "token": self._token}, timeout_s)
-        names = [hello["name"] for hello in hellos]
-        for index, address in enumerate(self.host.addresses):
-            self.names[index] = names[index] if names.count(names[index]) == 1 else f"{names[index]} ({address})"
+        self.names = [hello["name"] for hello in hellos]
         self.link = Link(self.host, hellos[0]["token"])
         others = [name for index, name in enumerate(self.names) if index != self.host.index]
         say(f"host {self.host.index} of {self.host.count}: {self.names[self.host.index]}, joined to "

@@ -5,7 +5,6 @@ import sys
 import threading
 import time
 from contextlib import suppress
-from dataclasses import replace
 
 import pytest
 
@@ -36,17 +35,6 @@ def test_all_hosts_hear_what_each_says():
         for number in range(20):
             assert on_all(pods, lambda pod, number=number: pod.gather(f"number {number}", [pod.host.index, number])) \
                 == [[[0, number], [1, number], [2, number]]] * 3
-
-
-def test_hosts_of_one_name_are_told_apart_by_their_addresses():
-    pods = make_pods(2)
-    pods = [Pod(replace(pod.host, name="vm")) for pod in pods]
-    on_all(pods, Pod.join, {})
-    assert pods[1].names == ["vm (127.0.0.1)", "vm (127.0.0.2)"]
-    die(pods[1])
-    wait_for(lambda: pods[0].failure)
-    assert "host vm (127.0.0.2) has ended" in str(pods[0].failure)
-    on_all(pods, Pod.close)
 
 
 @pytest.mark.parametrize("status", [0, EXIT_STATUS])
