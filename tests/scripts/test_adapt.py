@@ -37,6 +37,16 @@ def project_shard(path, files):
     return open_shards([path])
 
 
+@pytest.fixture
+def project(corpus_dir, tmp_path):
+    """A folder with the files of the corpus that are held out."""
+    folder = tmp_path / "project"
+    folder.mkdir()
+    for i, text in enumerate(whole_texts(open_shards(sorted((corpus_dir / "val").glob("*.parquet"))))):
+        (folder / f"{i}.h").write_text(text)
+    return folder
+
+
 def test_a_tenth_of_a_project_is_held_out_by_the_names_of_its_files(tmp_path):
     files = {f"{i}.h": f"int x{i};" * (1 + i % 7) for i in range(200)}
     adapt.divide(project_shard(tmp_path / "a.parquet", files), tmp_path / "own")
@@ -128,7 +138,7 @@ def test_imported_weights_are_adapted_in_small_steps_at_one_ten_thousandth(monke
 
 
 @pytest.mark.slow
-def test_a_public_model_is_adapted_with_installed_headers_for_its_unknown_data(base_dir, corpus_dir, tmp_path, capfd):
+def test_a_public_model_is_adapted_with_installed_headers_for_its_unknown_data(base_dir, project, capfd):
     tokenizer = hub_tokenizer(qwen)
     config = LlamaConfig(vocab_size=tokenizer.n_vocab, n_layer=1, max_seq_len=64, n_embd=32, n_head=2, n_kv_head=1,
                          head_dim=16, mlp_dim=64)
@@ -137,10 +147,6 @@ def test_a_public_model_is_adapted_with_installed_headers_for_its_unknown_data(b
         0, config=asdict(config), tokenizer_sha256=tokenizer.sha256, flags={}, rng="",
         source=make_source()), num_lanes=0,
         source=zipped(files_of(*qwen())))
-    project = tmp_path / "project"
-    project.mkdir()
-    for i, text in enumerate(whole_texts(open_shards(sorted((corpus_dir / "val").glob("*.parquet"))))):
-        (project / f"{i}.h").write_text(text)
     assert not adapt.main(["--checkpoint=public", f"--source={project}", "--minutes=0.1", "--device_type=cpu",
                            "--rate=10"])
     said = capfd.readouterr().out
@@ -202,12 +208,9 @@ def test_the_folder_of_the_old_data_counts_from_where_it_was_named(tmp_path, mon
 
 
 @pytest.mark.slow
-def test_a_model_is_adapted_by_one_command_and_says_what_it_gained(train, corpus_dir, tmp_path, capfd, monkeypatch):
+def test_a_model_is_adapted_by_one_command_and_says_what_it_gained(train, corpus_dir, project, tmp_path, capfd,
+                                                                       monkeypatch):
     train("--save_every=6", "--device_type=cpu", run="first")
-    project = tmp_path / "project"
-    project.mkdir()
-    for i, text in enumerate(whole_texts(open_shards(sorted((corpus_dir / "val").glob("*.parquet"))))):
-        (project / f"{i}.h").write_text(text)
     old = tmp_path / "old 😀"
     old.symlink_to(corpus_dir)
     flags = ["--checkpoint=first", f"--source={project}", f"--data_dir={old}/train", "--rate=10", "--minutes=0.05",

@@ -337,13 +337,6 @@ def test_the_chips_compile_every_kernel_at_depth_2(preflight, accelerator, kerne
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kernel", ["chunked", "current"])
-def test_a_v6e_compiles_the_kernels_of_xla_alone_for_a_tiny_run(preflight, tiny, kernel):
-    """It compiles a large one for a minute and a half each, and the other chip does so in another test."""
-    assert preflight(*tiny, "--accelerator=v6e-4", f"--kernel={kernel}", "--programs=micro_step").report["fits"]
-
-
-@pytest.mark.slow
 def test_rows_whose_attention_does_not_fit_into_vmem_are_named(preflight, tiny):
     """A v4 has 16 MiB of it, and has tens of GiB of HBM left, so that a mesh would not help."""
     process = preflight(*tiny, "--accelerator=v4-8", "--max_seq_len=32768", "--total_batch_size=131072",
