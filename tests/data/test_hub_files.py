@@ -128,7 +128,7 @@ def test_a_run_that_is_stopped_resumes_on_a_new_machine_with_the_same_losses_aft
     found |= losses("hub")
     assert {record for record in found if any(record[1:])} == {record for record in expected if any(record[1:])}
     saved = load_meta(list_checkpoints(directory)[-1]).flags
-    assert saved["data_dir"] == f"hf://{REPO}@{commit}/train" and saved["validation"] == f"hf://{REPO}@{commit}/val"
+    assert saved["data_dir"] == f"hf://{REPO}@{commit}/train" and saved["val_dir"] == f"hf://{REPO}@{commit}/val"
     assert f"hf://{REPO}@{commit}/train" in (directory / "run.toml").read_text()
     assert "hf_secret" not in process.stdout + process.stderr + (directory / "run.toml").read_text()
 
