@@ -333,19 +333,6 @@ class MuonAdamW:
         return self.parts.of_optimizer(tensor) if name in self.sharded else tensor
 
     @contextmanager
-    def whole_weights(self):
-        """Within the block, the model has its whole weights, not parts. Every rank must enter it."""
-        # Sorted, because the ranks must gather in the same order, and a set's order differs between processes.
-        parts = {name: self.parameters[name].data for name in sorted(self.sharded) if self.mesh.divides_weights}
-        for name, part in parts.items():
-            with torch.no_grad(), one_program(self.dist, f"whole {tuple(part.shape)}", collective=True):
-                self.parameters[name].data = self.parts.whole(
-                    self.masters[name].to(part.dtype), self.lengths[name])
-        yield
-        for name, part in parts.items():
-            self.parameters[name].data = part
-
-    @contextmanager
     def averaged_weights(self):
         """Within the block, the model's weights are their running averages. Every rank must enter it."""
         with torch.no_grad():

@@ -3,7 +3,7 @@
 LanguageTask.events (language.py) hands these functions to the trainer. Each gets the LanguageTask.
 """
 import math
-from contextlib import closing, contextmanager
+from contextlib import closing
 from functools import partial
 
 import torch
@@ -13,7 +13,6 @@ from nanochat.device.ranks import print0
 from nanochat.infer.engine import Engine
 from nanochat.infer.loss_eval import HeldOutRows, NotRead, bits_per_byte, with_suffixes
 from nanochat.infer.sample import BrokenModel
-from nanochat.kernels.choose import get_kernels
 
 FIM_EVAL_PART = 4  # one row of middles is evaluated for each four rows of the validation text
 SAMPLE_PROMPTS = ("#include <", "template <typename T>\nclass", "int main(int argc, char** argv) {")
@@ -79,32 +78,18 @@ def _measure(task, model, dist, is_cut_short, data, num_rows, what, fim_rate=0.0
                              copies=plan.mesh.tensor)
 
 
-@contextmanager
-def whole_model(plan, training):
-    """Gives the model its whole weights for the block, as on one chip. Every rank must call it."""
-    # The kernels change together with the weights: those of the mesh would gather weights that are whole.
-    model = training.model
-    kernels = model.kernels
-    with training.optimizer.whole_weights():
-        if plan.mesh.divides_weights:
-            model.kernels = get_kernels(plan.kernel, plan.device_type)
-        yield
-        model.kernels = kernels
-
-
 @torch.no_grad()
 def sample(task, training, dist, step, is_cut_short):
     """Prints completions. Every rank makes them, so none waits for another."""
     engine = Engine(training.model, task.tokenizer, dist)  # a new one holds no state of older weights
     max_tokens = min(SAMPLE_TOKENS, task.plan.config.max_seq_len // 2)
-    with whole_model(task.plan, training):
-        for prompt in SAMPLE_PROMPTS:
-            if is_cut_short():
-                break
-            try:
-                text = engine.complete(prompt, max_tokens=max_tokens, seed=step)
-            except BrokenModel as error:
-                print0(f"warning: no sample at step {step}: {error}")
-                break
-            print0(f"--- sample at step {step}\n{prompt}{text}\n---")
+    for prompt in SAMPLE_PROMPTS:
+        if is_cut_short():
+            break
+        try:
+            text = engine.complete(prompt, max_tokens=max_tokens, seed=step)
+        except BrokenModel as error:
+            print0(f"warning: no sample at step {step}: {error}")
+            break
+        print0(f"--- sample at step {step}\n{prompt}{text}\n---")
     return {}

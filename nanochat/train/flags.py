@@ -212,7 +212,8 @@ class StartFlags:
 @dataclass(frozen=True)
 class RecordFlags:
     eval_every: int = flag(250, "steps between evaluations, also at the end; -1: never", at_least=1, unset=-1)
-    sample_every: int = flag(1000, "steps between samples, also at the end; -1: never", at_least=1, unset=-1)
+    sample_every: int = flag(1000, "steps between samples, also at the end; -1: never; none on a mesh that divides "
+                             "weights", at_least=1, unset=-1)
     save_every: int = flag(1000, "steps between checkpoints, also at the end; -1: never", at_least=1, unset=-1)
     keep_checkpoints: int = flag(3, "newest checkpoints to keep on disk", at_least=1)
     checkpoint_mirror: str | None = flag(None, "gs://… or a directory for copies of checkpoints, from which a new VM "

@@ -214,8 +214,10 @@ class LanguageTask:
 
     def events(self):
         record = self.flags.record
-        return [Event("evaluate", record.eval_every, partial(evaluate, self), is_due_at_start=True),
-                Event("sample", record.sample_every, partial(sample, self))]
+        found = [Event("evaluate", record.eval_every, partial(evaluate, self), is_due_at_start=True)]
+        if not self.plan.mesh.divides_weights:  # samples need whole weights: generate makes them of a checkpoint
+            found.append(Event("sample", record.sample_every, partial(sample, self)))
+        return found
 
 
 # The flags that the run has follow from those that were asked for: first the commits of data on the Hub, then what the

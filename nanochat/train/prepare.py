@@ -1,5 +1,4 @@
 """Prepares a run, in the parent process: decides and checks everything before a device is touched."""
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,7 +94,8 @@ def prepare(flags, device_type, make_task, pod=None):
     is_first = pod is None or pod.host.is_first
     # The checkpoint comes first: it knows the model, the commits of the data, and how the run began. A mirror that
     # cannot be written to is found now and not at the first save.
-    mirror = open_mirror(flags)
+    record = flags.record
+    mirror = run_mirror(record.checkpoint_mirror, flags.run.run, record.kept) if record.checkpoint_mirror else None
     mirror_state = reach_mirror(mirror if is_first else None, directory)
     on_disk.clean_partial(directory)
     path, is_finished = resumed_checkpoint(directory, mirror, pod)
@@ -108,7 +108,7 @@ def prepare(flags, device_type, make_task, pod=None):
     # New files, by this process alone and before a rank opens them: an earlier process's stop must not stop this one.
     Requests(directory / REQUESTS_FILE, create=True)
     Heartbeats(directory / HEARTBEATS_FILE, create=True)
-    if flags.record.save_every > 0:
+    if record.save_every > 0:
         on_disk.check_renaming(directory)
         # Another host than the first holds only the checkpoint that it fetches.
         on_disk.check_disk_space(directory, task.state_bytes(), 2 if is_first else 1)
@@ -116,14 +116,6 @@ def prepare(flags, device_type, make_task, pod=None):
         mirror_state.saved(path.name)
         mirror_state.write(directory)
     return Run(task, directory, path, finished_step, mirror, pod.link if pod else None)
-
-
-def open_mirror(flags):
-    """Returns the Mirror of --checkpoint_mirror, or None. Raises BadInput."""
-    record = flags.record
-    if record.checkpoint_mirror is None:
-        return None
-    return run_mirror(record.checkpoint_mirror, flags.run.run, record.kept)
 
 
 def step_if_finished(path, num_iterations, is_finished):
@@ -142,9 +134,8 @@ def step_if_finished(path, num_iterations, is_finished):
 
 def what_is_trained(task):
     """Returns {name: JSON value} that must be equal on all hosts."""
-    identity = json.loads(json.dumps(task.identity()))
     return {"number of devices": task.plan.world_size, "hash of the data": task.data_fingerprint,
-            "hash of the tokenizer": identity["tokenizer_sha256"], "checkpoint to begin with": task.origin}
+            "hash of the tokenizer": task.identity()["tokenizer_sha256"], "checkpoint to begin with": task.origin}
 
 
 def resumed_checkpoint(directory, mirror, pod=None):

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from nanochat.checkpoint.meta import Meta
 from nanochat.common import BadInput
+from nanochat.device.mesh import Mesh
 from nanochat.device.ranks import Dist
 from nanochat.infer import loss_eval
 from nanochat.infer.loss_eval import Evaluation
@@ -41,7 +42,8 @@ def test_no_learning_rate_is_negative_or_above_its_own(step, num_iterations, con
 def test_every_process_ends_at_its_horizon_and_saves_what_it_has_trained(record, first_step, horizons, stop_after):
     """Each horizon is that of another process, which resumes the one before; the last of them is not told to stop."""
     saved = step = first_step
-    events = LanguageTask(Flags(record=record), None, None, None, None).events()
+    plan = SimpleNamespace(mesh=Mesh())
+    events = LanguageTask(Flags(record=record), plan, None, None, None).events()
     for number, horizon in enumerate(horizons):
         begun_at = step = saved
         for _ in range(1000):
