@@ -16,12 +16,19 @@ from nanochat.checkpoint.on_disk import find_checkpoint
 from nanochat.common import expand_path, flag, read_flags, run_script
 from nanochat.device.ranks import compute_cleanup, compute_init, prepare_xla_environment, resolve_device_type
 from nanochat.infer.flags import CheckpointFlags
-from nanochat.judge.code_eval import TASKS, check_solutions, evaluate, make_items, read_others
+from nanochat.judge.code_eval import (
+    TASKS,
+    check_solutions,
+    evaluate,
+    make_items,
+    make_results_dir,
+    read_others,
+    write_results,
+)
 from nanochat.judge.eval_report import require_scipy, write_report
 from nanochat.judge.flags import WriterFlags
 from nanochat.judge.judge import Judge, JudgeFlags
-from nanochat.judge.problems import digest, read_sets, usable
-from nanochat.judge.results import results_dir, results_file, write_results
+from nanochat.judge.problems import digest, read_sets
 from nanochat.record.progress import Progress
 
 
@@ -47,7 +54,7 @@ class ResultFlags(JudgeFlags):
 def main(argv=None):
     of_model, of_task, of_samples, judging = read_flags(argv, __doc__, {
         CheckpointFlags: "model", TaskFlags: "what it does", SamplingFlags: "sampling", ResultFlags: "judging"})
-    problems = usable(read_sets(of_task.problems))
+    problems = read_sets(of_task.problems)
     if of_task.check:
         with Judge() as judge:
             return check_solutions(problems, judge, judging.num_workers)
@@ -68,8 +75,7 @@ def main(argv=None):
         "checkpoint": f"{path.parent.name}/{path.name}", "weights": weights_of(path), "device_type": device_type}
     others = read_others(judging.against, settings) if judging.against else []
     name = f"{path.parent.name}_{path.name}_{of_task.task}"
-    out_dir = results_dir(judging.out_dir, "code_eval", name, settings)
-    file = results_file(out_dir, "samples.jsonl", settings)
+    out_dir = make_results_dir(judging.out_dir, name, settings)
     with Judge() as judge:
         dist = compute_init(device_type)
         model, tokenizer, _ = load_model(path, dist, tokenizer_dir=of_model.tokenizer_dir)
@@ -77,7 +83,7 @@ def main(argv=None):
         with Progress("problems", len(items), unit="") as progress:
             records = evaluate(items, writer, judge, judging.num_workers, progress.update)
         compute_cleanup(dist)
-    write_results(file, settings, records)
+    write_results(out_dir, settings, records)
     write_report(out_dir, records, others)
 
 

@@ -2,70 +2,99 @@
 
     python3 -m scripts.solve --checkpoint=RUN --prompt_file=half_written.cpp
     python3 -m scripts.solve --checkpoint=RUN --prompt='int add(int a, int b) {' --tests=FILE
-    python3 -m scripts.solve --checkpoint=RUN --problems=own    # compares the methods
 
 Prints the code with its verdict as a comment on standard output, and the search on standard error. The exit status is 0
 if the code compiles and passes the tests, and 1 if not. Needs g++ and bubblewrap: apt-get install g++ bubblewrap
 """
-from dataclasses import asdict, dataclass
-from functools import partial
+import os
+import re
+import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 from nanochat.checkpoint.on_disk import find_checkpoint
-from nanochat.common import expand_path, flag, read_flags, run_script
-from nanochat.device.ranks import compute_cleanup, prepare_xla_environment
+from nanochat.common import BadInput, expand_path, flag, printable, read_flags, read_named, run_script, say
+from nanochat.device.ranks import compute_cleanup, compute_init, prepare_xla_environment
 from nanochat.infer.flags import ModelFlags, resolve_inference_device_type
-from nanochat.judge.eval_report import require_scipy
-from nanochat.judge.judge import Judge, JudgeFlags
-from nanochat.judge.problems import ProblemFlags, digest
-from nanochat.judge.results import results_dir, results_file, write_results
-from nanochat.judge.solve import SearchFlags, compare_methods, fitting, load_writers, solve, table
-from nanochat.record.progress import Progress
+from nanochat.judge.flags import WriterFlags
+from nanochat.judge.judge import PASSED, Judge, JudgeFlags
+from nanochat.judge.problems import problem_of_prompt
+from nanochat.judge.search import COMPILES, Budget, Search, check_prompt, tree
+
+TOKENS_PER_CALL = 4
 
 
 @dataclass(frozen=True)
-class ResultFlags(JudgeFlags):
-    out_dir: Path | None = flag(None, "of a comparison; default: in $NANOCHAT_BASE_DIR/solve", of=expand_path)
+class ProblemFlags:
+    prompt: str | None = flag(None, "C++ whose last function or class is to be completed: a comment and a signature")
+    prompt_file: Path | None = flag(None, "file with such C++", of=expand_path)
+    tests: Path | None = flag(None, "C++ whose main() returns 0 if the code is right", of=expand_path)
+
+    def read(self):
+        """Returns the Problem to solve. Raises BadInput if it cannot be read."""
+        if (self.prompt is None) == (self.prompt_file is None):
+            raise BadInput("give one of --prompt and --prompt_file")
+        name = "--prompt"
+        prompt = os.fsencode(self.prompt or "")
+        if self.prompt_file:
+            name = f"--prompt_file={self.prompt_file}"
+            prompt = read_named("prompt_file", self.prompt_file)
+        tests = ""
+        if self.tests:
+            tests = as_text(read_named("tests", self.tests))
+            if not re.search(r"\bmain\b", tests):
+                raise BadInput(f"--tests={self.tests} has no main(), which runs the tests")
+        return problem_of_prompt(name, as_text(prompt), tests)
+
+
+@dataclass(frozen=True)
+class SearchFlags(WriterFlags, JudgeFlags):
+    budget: int = flag(512, "tokens to draw", at_least=16, at_most=1_000_000)
+    compiler_calls: int = flag(-1, f"calls of g++; -1: one for {TOKENS_PER_CALL} tokens", at_least=1, unset=-1)
+
+    @property
+    def spending(self):
+        """The Budget."""
+        calls = self.budget // TOKENS_PER_CALL if self.compiler_calls == -1 else self.compiler_calls
+        return Budget(self.budget, calls)
+
+
+def as_text(data):
+    """Returns the bytes of a flag or a file as text that can be written again."""
+    return data.decode(errors="replace").replace("\r\n", "\n")
+
+
+def note(text):
+    say(text, sys.stderr, keep="\n\t")
 
 
 def main(argv=None):
-    of_model, of_problems, flags, judging = read_flags(argv, __doc__, {
-        ModelFlags: "model", ProblemFlags: "what it solves", SearchFlags: "search", ResultFlags: "judging"})
-    if of_problems.is_comparison:
-        require_scipy()
-    import torch
-
-    from nanochat.infer.load import load_language_meta, weights_of
-    problems = of_problems.read()
-    methods, budgets = flags.methods_and_budgets(of_problems.is_comparison)
+    of_model, of_problem, flags = read_flags(argv, __doc__, {
+        ModelFlags: "model", ProblemFlags: "what it solves", SearchFlags: "search"})
+    from nanochat.infer.load import load_language_meta, load_model
+    from nanochat.judge.writer import Writer
+    problem = of_problem.read()
     device_type = resolve_inference_device_type(of_model.device_type)
     prepare_xla_environment(device_type)
     path = find_checkpoint(of_model.checkpoint)
-    meta = load_language_meta(path)
-    sampling = flags.sampling(meta.config["max_seq_len"])
-    methods = fitting(methods, meta, of_problems.is_comparison)
-    load = partial(load_writers, of_model, path, device_type, sampling)
-    if not of_problems.is_comparison:
-        with Judge() as judge:
-            return solve(judge, load, problems[0], methods[0], budgets[0], judging.num_workers)
-    settings = {
-        "format": 1, "task": "search", "items": digest(problems), "num_items": len(problems), "methods": methods,
-        "budgets": [asdict(budget) for budget in budgets], "max_tokens": sampling.max_tokens,
-        "temperature": sampling.temperature, "top_p": sampling.top_p, "seed": sampling.seed,
-        "quantize": of_model.quantize, "checkpoint": f"{path.parent.name}/{path.name}",
-        "weights": weights_of(path), "device_type": device_type}
-    out_dir = results_dir(judging.out_dir, "solve", f"{path.parent.name}_{path.name}", settings)
-    file = results_file(out_dir, "searches.jsonl", settings)
+    sampling = flags.sampling(load_language_meta(path).config["max_seq_len"])
     with Judge() as judge:
-        torch.set_num_threads(1)  # the searches themselves run in parallel
-        writers = load(judging.num_workers)
-        with Progress("problems", len(problems), unit="") as progress:
-            records = compare_methods(writers, judge, problems, methods, budgets, progress.update)
-        compute_cleanup(writers[0].dist)
-    write_results(file, settings, records)
-    lines = table(records)
-    (out_dir / "table.txt").write_text("\n".join(lines) + "\n")
-    print("\n".join(lines) + f"\n\n{out_dir}: searches.jsonl, table.txt")
+        check_prompt(judge, problem)  # before the model is loaded
+        dist = compute_init(device_type)
+        model, tokenizer, _ = load_model(path, dist, tokenizer_dir=of_model.tokenizer_dir, quantize=of_model.quantize)
+        writer = Writer(model, tokenizer, dist, sampling)
+        search = Search(writer, judge, problem, flags.spending, flags.num_workers, note)
+        tree(search)
+    answer = search.answer
+    code = problem.program(answer.text + problem.closing()).rstrip()
+    if sys.stdout.isatty():
+        code = printable(code, keep="\n\t")
+    print(f"{code}\n\n// {answer.status}: {search.num_tokens} of {search.budget.tokens} tokens, "
+          f"{search.num_calls} calls of g++", flush=True)
+    if answer.message:
+        note(answer.message)
+    compute_cleanup(dist)
+    return int(answer.status not in (PASSED, COMPILES))
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ WORK = {
     "serve": ["nanochat.serve.completer.load_completer"], "solve": ["Judge"],
     "tok_eval": ["fetch_openai"], "tok_train": ["choose_texts"],
     "tpu_check": ["check_all"], "tpu_preflight": ["prepare"],
-    "dev.bench_replay": ["load_completer"], "dev.bench_serve": ["get_context"]}
+    "dev.bench_replay": ["load_completer"], "dev.bench_search": ["Judge"], "dev.bench_serve": ["get_context"]}
 
 ODD = ["", " ", "-", "--", "=", "nan", "inf", "-inf", "-0", "0", "-1", "1e400", "9" * 30, "9" * 5000, "٣", "²", "1_0",
        "0x10", " 7 ", "1e3", "True", "\udcff\udcfe", "é", "a" * 300, "x" * 5000, ",", ":", "1:2", "5:1", "1:2,0:3", "%",
@@ -116,7 +116,8 @@ def test_bad_flags_are_one_line_that_names_what_is_wrong(name, corpus_dir, byte_
         "dev.bench_serve": [f"--data_dir={tmp_path}/documents"],
         "dev.bench_replay": [f"--checkpoint={trained}", f"--tokenizer_dir={byte_tokenizer_dir}", "--device_type=cpu",
                              f"--data_dir={tmp_path}/documents"],
-        "puzzle_train": [f"--data_dir={made_puzzles}", "--device_type=cpu", "--hidden=8", "--heads=2"],
+        "dev.bench_search": [f"--checkpoint={trained}", f"--tokenizer_dir={byte_tokenizer_dir}", "--device_type=cpu"],
+        "puzzle_train": [f"--data_dir={made_puzzles}", "--device_type=cpu", "--hidden=8"],
         "tpu_check": ["--device_type=xla", f"--tokenizer_dir={byte_tokenizer_dir}"],
         "tpu_preflight": ["--accelerator=v6e-4", f"--tokenizer_dir={byte_tokenizer_dir}"],
         "base_eval": [f"--checkpoint={trained}", f"--data_dir={corpus_dir}/val", "--device_type=cpu",
@@ -137,7 +138,7 @@ def test_bad_flags_are_one_line_that_names_what_is_wrong(name, corpus_dir, byte_
     (tmp_path / "mine" / "a.cpp").touch()
     (tmp_path / "documents").mkdir()
     pq.write_table(pa.table({"text": ["int x;\n" * 10_000]}), tmp_path / "documents/shard_00000.parquet")
-    write_puzzles(made_puzzles, (2, 2), dict.fromkeys(("train", "val"), [([0] * 16, [1] * 16, 0)]))
+    write_puzzles(made_puzzles, (2, 2), dict.fromkeys(("train", "val"), [([0] * 16, [1] * 16)]))
     outcomes = set()
 
     @settings(max_examples=30, deadline=None, database=None, derandomize=True,

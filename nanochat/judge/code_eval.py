@@ -1,14 +1,16 @@
 """Measures the share of a model's C++ that compiles and passes tests, for scripts/code_eval.py."""
+import hashlib
+import json
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 
-from nanochat.common import BadInput, say
+from nanochat.common import BadInput, get_base_dir, require_writable_dir, say, written_whole
 from nanochat.infer.sample import ignore
 from nanochat.judge.gaps import make_gaps
-from nanochat.judge.results import difference, read_results
 
 TASKS = ("functions", "infill_functions")
 OF_THE_CHECKPOINT = ("checkpoint", "weights", "device_type")  # settings in which two evaluations may differ
+SAMPLES = "samples.jsonl"  # the settings, then a line for each sample
 
 
 def make_items(flags, problems, seed):
@@ -44,16 +46,48 @@ def evaluate(items, writer, judge, workers, show=ignore):
     return found
 
 
-def read_others(path, settings):
-    """Returns the records of the evaluation in `path`. Raises BadInput unless its task and settings are the same."""
-    found, records = read_results(path / "samples.jsonl" if path.is_dir() else path)
-    ours = dict(settings)
-    for key in OF_THE_CHECKPOINT:
-        ours.pop(key, None)
-        found.pop(key, None)
-    if ours != found:
-        raise BadInput(f"--against={path} is not comparable: {difference(found, ours)}")
+def make_results_dir(out_dir, name, settings):
+    """Makes and returns the folder of the results: `out_dir`, or one in $NANOCHAT_BASE_DIR/code_eval. Raises BadInput,
+    also if it holds those of other settings."""
+    digest = hashlib.sha256(repr(settings).encode()).hexdigest()[:8]
+    out_dir = require_writable_dir(out_dir or get_base_dir() / "code_eval" / f"{name}_{digest}")
+    if (out_dir / SAMPLES).exists():
+        _require_same(f"choose another --out_dir than {out_dir}, which holds results of another evaluation",
+                      read_results(out_dir)[0], settings)
+    return out_dir
+
+
+def write_results(out_dir, settings, records):
+    """Writes SAMPLES."""
+    with written_whole(out_dir / SAMPLES) as unfinished:
+        unfinished.write_text("".join(f"{json.dumps(line)}\n" for line in [settings, *records]))
+
+
+def read_results(out_dir):
+    """Returns (settings, records) of the SAMPLES in a folder. Raises BadInput."""
+    path = out_dir / SAMPLES
+    try:
+        settings, *records = [dict(json.loads(line)) for line in path.read_bytes().splitlines()]
+        if "format" not in settings or not all({"name", "group", "status"} <= record.keys() for record in records):
+            raise ValueError("a line is no sample with its verdict")
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise BadInput(f"{path} is not a file of results of code_eval ({error}): name another") from None
+    return settings, records
+
+
+def read_others(out_dir, settings):
+    """Returns the records of the evaluation in a folder. Raises BadInput unless its task and settings are the same."""
+    found, records = read_results(out_dir)
+    _require_same(f"--against={out_dir} is not comparable", *(
+        {key: value for key, value in each.items() if key not in OF_THE_CHECKPOINT} for each in (found, settings)))
     return records
+
+
+def _require_same(refusal, theirs, ours):
+    """Raises BadInput with the first setting that differs."""
+    for key in {**ours, **theirs}:
+        if ours.get(key) != theirs.get(key):
+            raise BadInput(f"{refusal} ({key} is {theirs.get(key)} there and {ours.get(key)} here)")
 
 
 def check_solutions(problems, judge, workers):

@@ -6,7 +6,7 @@ A score is a weighted mean over problems, sum(values) / sum(weights). For pass@k
 import importlib.util
 import math
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import fmean
 
 import numpy as np
@@ -14,7 +14,6 @@ import numpy as np
 from nanochat.common import BadInput, say
 from nanochat.judge.judge import PASSED, Verdict
 
-Z = 1.959964  # of the 95% interval of a normal distribution
 DRAWS = 10_000
 BATCH = 100  # draws at a time, to limit memory
 PASS_AT_K = 10
@@ -49,16 +48,11 @@ def require_scipy():
 def score(values, weights=None, seed=0):
     """Returns the Score of the problems. Where each value is 0 or 1, its interval is Wilson's (1927)."""
     from scipy.stats import binomtest
-    if not are_shares(values, weights):
+    if not np.isin(values, (0, 1)).all() or weights is not None and set(weights) != {1}:
         return bootstrap(values, weights, seed)
     num = int(sum(values))
     interval = binomtest(num, len(values)).proportion_ci(method="wilson")
     return Score(num / len(values), float(interval.low), float(interval.high), len(values))
-
-
-def are_shares(values, weights=None):
-    """Returns whether the mean of `values` is a share of problems: each counts once, with 0 or 1."""
-    return bool(np.isin(values, (0, 1)).all() and (weights is None or np.all(np.asarray(weights) == 1)))
 
 
 def bootstrap(values, weights=None, seed=0):
@@ -85,19 +79,13 @@ def compare(first, second, weights=None, seed=0):
         return abs(values.sum(axis))
 
     differences = np.asarray(first, float) - np.asarray(second, float)
-    found = bootstrap(differences, weights, seed)
-    if np.ptp(differences) == 0 and are_shares([*first, *second], weights):
-        # Resampled, equal differences stay equal. Bonett and Price (2012) add a problem for either outcome.
-        shift = differences.sum() / (len(differences) + 2)
-        half = Z * math.sqrt((abs(shift) + 2 / (len(differences) + 2) - shift**2) / (len(differences) + 2))
-        found = replace(found, low=float(max(-1, shift - half)), high=float(min(1, shift + half)))
     # How often a sum at least as large comes out if, for each problem, chance decides which of the two values belongs
     # to which checkpoint.
     p_value = 1.0
     if len(differences) > 1:
         p_value = permutation_test((differences,), size_of_sum, permutation_type="samples", alternative="greater",
                                    n_resamples=DRAWS, batch=BATCH, rng=seed).pvalue
-    return Difference(**vars(found), p_value=float(p_value))
+    return Difference(**vars(bootstrap(differences, weights, seed)), p_value=float(p_value))
 
 
 # From records to scores
@@ -105,8 +93,11 @@ def compare(first, second, weights=None, seed=0):
 
 def measures(records):
     """Returns {measure: {name of the problem or gap: (value, weight)}} of the records of one evaluation."""
+    samples_of = defaultdict(list)
+    for record in records:
+        samples_of[record["name"]].append(record)
     found = defaultdict(dict)
-    for name, samples in by_name(records).items():
+    for name, samples in samples_of.items():
         for measure, value in measures_of(samples).items():
             found[measure][name] = value
     return dict(found)
@@ -125,7 +116,8 @@ def measures_of(samples):
         found["compiles, drawn"] = fmean(map(compiles, drawn)), 1
         # pass_at_k estimates from n samples for any k up to n, so with few samples k is their number.
         k = min(PASS_AT_K, len(drawn))
-        found[f"pass@{k}, drawn"] = pass_at_k(len(drawn), count_passed(drawn), k), 1
+        num_passed = sum(sample["status"] == PASSED for sample in drawn)
+        found[f"pass@{k}, drawn"] = pass_at_k(len(drawn), num_passed, k), 1
     if "bits" in greedy:
         found["bits per byte"] = greedy["bits"], greedy["bytes"]
     if "bits_without_suffix" in greedy:
@@ -133,20 +125,8 @@ def measures_of(samples):
     return found
 
 
-def by_name(records):
-    """Returns {name of the problem or gap: its records}."""
-    found = defaultdict(list)
-    for record in records:
-        found[record["name"]].append(record)
-    return found
-
-
 def compiles(sample):
     return Verdict(sample["status"], "").compiles
-
-
-def count_passed(samples):
-    return sum(sample["status"] == PASSED for sample in samples)
 
 
 def summarise(records):
@@ -191,11 +171,6 @@ def format_differences(rows):
         interval = f"[{found.low:+.4f}, {found.high:+.4f}]"
         lines.append(f"{measure:<30} {found.mean:+.4f}  {interval}  p = {found.p_value:.4f}")
     return lines
-
-
-def in_percent(found):
-    """Returns a Score in words."""
-    return f"{100 * found.mean:.1f}% [{100 * found.low:.1f}, {100 * found.high:.1f}]"
 
 
 def write_report(out_dir, records, others):

@@ -17,7 +17,6 @@ PROGRAM_LIMITS = Limits(cpu_s=5, wall_s=20, memory_bytes=1024 * MIB, output_byte
 # A function that ends without its value crashes. Otherwise, it would return what chance left, such as the right value.
 GXX = ["g++", "-std=c++17", "-w", "-fmax-errors=5", "-fsanitize=return", "-fsanitize-undefined-trap-on-error"]
 MESSAGE_CHARACTERS = 4000
-MAX_VERDICTS = 10_000  # that are remembered
 # Names of C++ that tests rely on. A macro of the code must not change them.
 NAMES = """alignas alignof asm auto bool break case catch char char16_t char32_t class const const_cast constexpr
 continue decltype default delete do double dynamic_cast else enum explicit export extern false float for friend
@@ -127,8 +126,6 @@ class Judge:
         # Without a lock: two threads with the same program may both judge it, and reach the same verdict.
         verdict = self._verdicts.get(key)
         if verdict is None:
-            if len(self._verdicts) >= MAX_VERDICTS:
-                self._verdicts.clear()
             verdict = self._verdicts[key] = decide(files)
         return verdict
 
@@ -167,7 +164,7 @@ class Judge:
             return Verdict(TIMEOUT, message)
         message = f"{message}\n{ending(result)}".strip()
         # SIGABRT: of assert(), or of an uncaught exception
-        if not result.stopped_by and (result.status <= 128 or result.status == 128 + 6):
+        if result.status <= 128 or result.status == 128 + 6:
             return Verdict(FAILED, message)
         return Verdict(CRASHED, message)
 

@@ -1,25 +1,20 @@
 """Reads sets of programming problems: a prompt to complete, tests that decide, and usually a solution.
 
 The project's own set is the folder problem_set: a C++ program for each problem, whose parts begin with lines such as
-`//@ solution`. Two other formats are read, as parquet or as JSON lines, also compressed by gzip:
+`//@ solution`. Two other formats are read, as JSON lines, also compressed by gzip:
 
 - HumanEval-X (Zheng et al., arXiv 2303.17568), with the keys task_id, prompt, declaration, canonical_solution and test
 - MultiPL-E (Cassano et al., arXiv 2208.08227), of HumanEval or MBPP, with the keys name, prompt and tests
 """
 import gzip
 import hashlib
-import io
 import json
-import os
 import re
-import sys
 import zlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import pyarrow.parquet as pq
-
-from nanochat.common import BadInput, expand_path, flag, read_named, require_file, say
+from nanochat.common import BadInput, expand_path, require_file
 from nanochat.judge.gaps import brackets
 from nanochat.judge.judge import NO_CODE, Verdict, has_code
 from nanochat.judge.unfinished import closers
@@ -53,13 +48,6 @@ class Problem:
         if not has_code(text):
             return Verdict(NO_CODE, "")
         return judge.judge(self.program(text + self.closing()), self.tests)
-
-    def missing_header(self):
-        """Returns the name of an included library header that is not installed, or None."""
-        for name in re.findall(r"#\s*include\s*<((?:boost|openssl)/[^>]*)>", self.preamble + self.prompt):
-            if not Path("/usr/include", name).exists():
-                return name
-        return None
 
 
 def read_problems(path=None, name="--problems"):
@@ -108,43 +96,6 @@ def _distinct(problems, source):
     return problems
 
 
-@dataclass(frozen=True)
-class ProblemFlags:
-    """The problems that solve searches: one of the user, or a set for a comparison."""
-    prompt: str | None = flag(None, "C++ whose last function or class is to be completed: a comment and a signature")
-    prompt_file: Path | None = flag(None, "file with such C++", of=expand_path)
-    tests: Path | None = flag(None, "C++ whose main() returns 0 if the code is right", of=expand_path)
-    problems: str | None = flag(None, "compare methods on these problems: own, or a file or folder as for code_eval")
-
-    @property
-    def is_comparison(self):
-        return self.problems is not None
-
-    def read(self):
-        """Returns the Problems to solve. Raises BadInput if they cannot be read."""
-        if [self.prompt, self.prompt_file, self.problems].count(None) != 2:
-            raise BadInput("give one of --prompt, --prompt_file and --problems")
-        if self.is_comparison:
-            if self.tests is not None:
-                raise BadInput("--tests belongs to --prompt and --prompt_file: --problems has its own tests")
-            problems = usable(read_problems(self.problems))
-            if not problems:
-                raise BadInput(f"--problems={self.problems} holds no problem that can be judged here")
-            return problems
-        if self.prompt is None:
-            name = f"--prompt_file={self.prompt_file}"
-            prompt = read_named("prompt_file", self.prompt_file)
-        else:
-            name = "--prompt"
-            prompt = os.fsencode(self.prompt)
-        tests = ""
-        if self.tests is not None:
-            tests = _as_text(read_named("tests", self.tests))
-            if not re.search(r"\bmain\b", tests):
-                raise BadInput(f"--tests={self.tests} has no main(), which runs the tests")
-        return [problem_of_prompt(name, _as_text(prompt), tests)]
-
-
 def problem_of_prompt(name, prompt, tests):
     """Returns the Problem of C++ whose last function or class is to be completed. name: the flag's, for BadInput."""
     prompt = prompt.rstrip()
@@ -156,11 +107,6 @@ def problem_of_prompt(name, prompt, tests):
     if not brackets(prompt)[1]:
         raise BadInput(f"{name} ends with a comment: give the signature after it")
     return Problem(name, prompt + "\n", tests)
-
-
-def _as_text(data):
-    """Returns the bytes of a flag or a file as text that can be written again."""
-    return data.decode(errors="replace").replace("\r\n", "\n")
 
 
 def _read_own(folder):
@@ -181,14 +127,11 @@ def _read_own(folder):
 
 def _read_foreign(data):
     """Returns the Problems in a file of another set. Raises ValueError."""
-    if data[:4] == b"PAR1":
-        rows = pq.read_table(io.BytesIO(data)).to_pylist()
-    else:
-        rows = [line for line in data.splitlines() if line.strip()]
     problems = []
-    for number, row in enumerate(rows, 1):
+    for number, line in enumerate(data.splitlines(), 1):
         try:
-            problems.append(_foreign(json.loads(row) if isinstance(row, bytes) else row))
+            if line.strip():
+                problems.append(_foreign(json.loads(line)))
         except (ValueError, KeyError, AttributeError, RecursionError) as error:
             raise ValueError(f"row {number}: {type(error).__name__} {error}") from None
     return problems
@@ -208,21 +151,6 @@ def _foreign(row):
         if line.startswith("#include") and line not in row["prompt"]:
             preamble += f"{line}\n"
     return Problem(row["task_id"], row["prompt"], row["test"], row["canonical_solution"], preamble=preamble)
-
-
-def usable(problems):
-    """Returns the problems whose libraries are installed, and prints the names of the others."""
-    found = []
-    missing = []
-    for problem in problems:
-        header = problem.missing_header()
-        if header:
-            missing.append(f"{problem.name} ({header})")
-        else:
-            found.append(problem)
-    if missing:
-        say(f"left out, because a header is not installed: {', '.join(missing)}", sys.stderr)
-    return found
 
 
 def digest(problems):

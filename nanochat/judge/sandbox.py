@@ -4,15 +4,11 @@ Needs bubblewrap 0.8 or newer (Debian 12, Ubuntu 24.04).
 """
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
-import tempfile
-import time
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
-from pathlib import Path
+from contextlib import ExitStack
+from dataclasses import dataclass
 
 from nanochat.common import BadInput, Failure
 
@@ -23,14 +19,13 @@ KILL_TIMEOUT_S = 10
 # The first process of a sandbox. When it ends, the kernel ends all others before bubblewrap's wait for it returns. It
 # is not the program, because the kernel ignores most signals to a first process, such as SIGABRT.
 FIRST_PROCESS = ["sh", "-c", '"$@"; exit $?', "sh"]
-CGROUPS = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True)
 class Limits:
     cpu_s: int  # of each process
     wall_s: float
-    memory_bytes: int  # of address space, of each process; with a cgroup also of all together, besides TMP_BYTES
+    memory_bytes: int  # of address space, of each process
     output_bytes: int  # of both outputs together
     processes: int = 16  # and threads
     file_bytes: int = 16 * MIB  # of each file
@@ -39,7 +34,7 @@ class Limits:
 @dataclass(frozen=True)
 class Result:
     status: int | None  # the exit status, 128 + n for signal n; None if it was stopped
-    stopped_by: str  # "wall time", "output", "memory" (of all processes) or ""
+    stopped_by: str  # "wall time", "output" or ""
     stdout: bytes
     stderr: bytes
 
@@ -62,17 +57,16 @@ class Sandbox:
             raise BadInput(f"bubblewrap makes no sandbox here: {reason}; install version 0.8 or newer and enable user "
                            "namespaces")
 
-    # The whole command, from the outside in: `sh` enters the cgroup, `choom` makes it the first to die when memory runs
-    # out, `setpriv` turns root into nobody, `bwrap` makes the namespaces and the files, a second `sh` is their first
-    # process, `prlimit` sets the limits, and then comes the program. Each one becomes the next, except two that stay:
-    # `bwrap` waits outside, and when the second `sh` ends, the kernel ends whatever the program has left behind.
+    # The whole command, from the outside in: `choom` makes it the first to die when memory runs out, `setpriv` turns
+    # root into nobody, `bwrap` makes the namespaces and the files, `sh` is their first process, `prlimit` sets the
+    # limits, and then comes the program. Each one becomes the next, except two that stay: `bwrap` waits outside, and
+    # when `sh` ends, the kernel ends whatever the program has left behind.
     def run(self, command, limits, files=None, read_only=()):
         """Runs `command` within `limits`, and returns its Result when all its processes have ended. files: {name:
         bytes}, the only ones in its working directory. read_only: folders that it sees at their paths. Its standard
         input is empty. Raises Failure if bubblewrap itself fails, such as when memory runs out."""
         files = files or {}
         with ExitStack() as stack:
-            cgroup = stack.enter_context(memory_cgroup(limits.memory_bytes + TMP_BYTES))
             outputs = [stack.enter_context(memory_file(b"")) for _ in range(2)]
             descriptors = []
             box = []
@@ -84,8 +78,7 @@ class Sandbox:
                 box += ["--ro-bind", str(folder), str(folder)]
             info, info_of_child = os.pipe()
             info = stack.enter_context(open(info, "rb", buffering=0))
-            command = [*inside(cgroup), *less_privileged(), *bubblewrap(info_of_child, box), *FIRST_PROCESS,
-                       *limited(limits), *command]
+            command = [*less_privileged(), *bubblewrap(info_of_child, box), *FIRST_PROCESS, *limited(limits), *command]
             try:
                 process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=outputs[0], stderr=outputs[1],
                                            start_new_session=True, pass_fds=[info_of_child, *descriptors])
@@ -98,7 +91,7 @@ class Sandbox:
                     os.kill(json.loads(info.readline())["child-pid"], signal.SIGKILL)
                 except (ValueError, ProcessLookupError):  # it had not begun, or has ended
                     process.kill()
-            result = without_memory(collect(process, outputs, limits, kill), cgroup)
+            result = collect(process, outputs, limits, kill)
             # bubblewrap's word for how the program ended: the program sees neither it nor this pipe.
             if not result.stopped_by and b'"exit-code"' not in info.read():
                 reason = " ".join(result.stderr.decode(errors="replace").split())[:300]
@@ -118,58 +111,6 @@ def memory_file(data):
     file.write(data)
     file.seek(0)
     return file
-
-
-# No limit of a process covers memory that several share, such as shmget's, nor the sum of several processes. A cgroup
-# of version 2 does. Root can nearly always make one, an ordinary user only in a session of systemd's own. A judge that
-# is killed leaves an empty one behind.
-@contextmanager
-def memory_cgroup(num_bytes):
-    """Yields the folder of a new cgroup with a limit of memory, or None where none can be made."""
-    folder = None
-    try:
-        parent = parent_cgroup(Path("/proc/self/cgroup").read_text())
-        folder = Path(tempfile.mkdtemp(prefix="nanochat_", dir=parent))
-        with open(folder / "memory.max", "r+") as file:  # which the kernel has made, if this is a cgroup of version 2
-            file.write(str(num_bytes))
-    except OSError:
-        remove_cgroup(folder)
-        folder = None
-    try:
-        yield folder
-    finally:
-        remove_cgroup(folder)
-
-
-def parent_cgroup(text):
-    """Returns where a cgroup can stand beside or below this process's own. text: of /proc/self/cgroup."""
-    own = CGROUPS
-    if match := re.search(r"^0::/(.*)$", text, re.MULTILINE):
-        own /= match[1]
-    # A cgroup with processes has no limited ones below it, except the root.
-    return own if own == CGROUPS else own.parent
-
-
-def remove_cgroup(folder):
-    for _ in range(100 if folder else 0):
-        try:
-            return folder.rmdir()
-        except OSError:  # its last process is just ending
-            time.sleep(0.02)
-
-
-def inside(cgroup):
-    """Returns the beginning of a command that runs in a cgroup, if it may; None: in that of this process."""
-    if cgroup is None:
-        return []
-    return ["sh", "-c", '{ echo $$ >"$0"; } 2>/dev/null; exec "$@"', str(cgroup / "cgroup.procs")]
-
-
-def without_memory(result, cgroup):
-    """Returns the Result, stopped by "memory" if the kernel ended a process because its cgroup was full."""
-    if cgroup and re.search(r"oom_kill [1-9]", (cgroup / "memory.events").read_text()):
-        return replace(result, status=None, stopped_by="memory")
-    return result
 
 
 def less_privileged():

@@ -1,9 +1,5 @@
-"""Searches for code that compiles and passes tests, within a budget of sampled tokens and of calls of the compiler.
-
-    sample    draws one function
-    best_of   draws whole functions
-    tree      draws line by line, and continues only lines that the compiler accepts
-    repair    draws whole functions, cuts out the line that the compiler names, and fills it in again
+"""Searches for code that compiles and passes tests, within a budget of sampled tokens and of calls of the compiler:
+draws line by line, and continues only lines that the compiler accepts.
 
 The answer is the best function found: one that passes the tests, else one that compiles, and among these the likeliest
 for the model, by bits per byte.
@@ -18,7 +14,7 @@ from nanochat.infer.prompt import MAX_TAKEN_BACK
 from nanochat.infer.sample import ignore
 from nanochat.judge.judge import DOES_NOT_COMPILE, NO_CODE, PASSED, UNFINISHED, Judge, Verdict, has_code
 from nanochat.judge.problems import Problem, size
-from nanochat.judge.unfinished import block_of, closers, end_of_function, ends_statement, error_lines
+from nanochat.judge.unfinished import closers, end_of_function, ends_statement, error_lines
 
 COMPILES = "compiles"  # the verdict without tests
 NOT_CALLED = Verdict(DOES_NOT_COMPILE, "the budget of compiler calls was used up")
@@ -27,7 +23,6 @@ LINES = 5  # drawn from each state
 MAX_LINE_TOKENS = 48
 MAX_STATES = 64  # remembered of a tree
 MAX_COMMENTS = 2  # comments or blank lines in a row: small models get stuck in them
-ROUNDS = 2  # of repair
 _COMMENT = re.compile(r"\s*(//|/\*|\*(\s|/|$)|$)")
 
 
@@ -101,26 +96,6 @@ class Search:
         self.num_tokens += sum(sample.num_drawn for sample in samples)
         return samples
 
-    def draw_and_offer(self):
-        """Draws a function and judges it. Returns its text, and its Verdict, or None if the model did not end it."""
-        prompt = self.problem.prompt
-        sampling = self.writer.sampling
-        pieces = []
-
-        def note(_, piece):
-            pieces.append(piece)
-
-        def is_open():
-            return end_of_function(prompt, "".join(pieces)) is None
-
-        [drawn] = self.draw(prompt, 1, sampling.max_tokens, sampling.stop, on_text=note, keep_going=is_open)
-        end = end_of_function(prompt, drawn.text)
-        text = drawn.text[:end]
-        if end is not None or drawn.reason in ("stop", "end"):
-            return text, self.offer(text)
-        self.keep(Answer(text, UNFINISHED, ""))
-        return text, None
-
     def offer(self, text):
         """Judges a whole function, keeps it if it is the best, and returns its Verdict."""
         tests = self.problem.tests
@@ -189,15 +164,6 @@ class Search:
             if each.bits_per_byte is None:
                 each.bits_per_byte = self.writer.bits(self.problem.prompt, each.text) / size(each.text)
         return answer.bits_per_byte < best.bits_per_byte
-
-
-def sample(search):
-    search.draw_and_offer()
-
-
-def best_of(search):
-    while not search.is_over:
-        search.draw_and_offer()
 
 
 # Line by line
@@ -274,69 +240,6 @@ def find_wrong(search, states):
             wrong.append("".join(text.splitlines(keepends=True)[:line + 1]))
         search.say(f"{status}  {text.splitlines()[-1]}")
     return tuple(wrong)
-
-
-# Filling in again
-
-
-def repair(search):
-    while not search.is_over:
-        text, verdict = search.draw_and_offer()
-        for _ in range(ROUNDS):
-            if verdict is None or verdict.status != DOES_NOT_COMPILE or search.is_over:
-                break
-            text, verdict = refill(search, text, verdict)
-
-
-def refill(search, text, verdict):
-    """Returns `text` with its first error cut out and filled in again, and its Verdict."""
-    # It cuts the line with the error, then also its neighbours, then its block. The first text that compiles is enough,
-    # else the one whose first error comes last.
-    lines = text.splitlines()
-    if not lines:
-        return text, verdict
-    index = first_error(search, text, verdict)
-    best_line = index
-    best = text, verdict
-    for begin, end in ((index, index + 1), (max(index - 1, 0), index + 2), block_of(text, index)):
-        drawn = fill(search, lines, begin, end)
-        if drawn is None:
-            continue
-        middle = [drawn] if drawn else []
-        new = "\n".join([*lines[:begin], *middle, *lines[end:]])
-        search.say(f"line {begin + 1} to {end}: {drawn}")
-        found = search.offer(new)
-        if found.compiles:
-            return new, found
-        line = first_error(search, new, found)
-        if line > best_line:
-            best_line = line
-            best = new, found
-    return best
-
-
-def first_error(search, text, verdict):
-    """Returns the line of `text`, counted from 0, with the first error: the last line for an error behind the text."""
-    last = max(len(text.splitlines()) - 1, 0)
-    return min([last, *search.lines_in_text(error_lines(verdict.message))])
-
-
-def fill(search, lines, begin, end):
-    """Returns the model's text for lines `begin` to `end` of a function, or None if it reaches the limit of tokens."""
-    writer = search.writer
-    prefix = search.problem.prompt + "".join(f"{line}\n" for line in lines[:begin])
-    suffix = "".join(f"\n{line}" for line in lines[end:]) + search.problem.closing()
-    old = "\n".join(lines[begin:end])
-    max_tokens = min(2 * len(writer.tokenizer.encode(old)) + 16, writer.model.config.max_seq_len // 2)
-    prompt = writer.gap_prompt(prefix, suffix, max_tokens)
-    stop = ("\n",) if end - begin == 1 else ()
-    drawn = search.draw(prompt.parts, 1, max_tokens, stop)
-    if not drawn or drawn[0].reason == "length":
-        return None
-    return drawn[0].text
-
-
-METHODS = {"sample": sample, "best_of": best_of, "tree": tree, "repair": repair}
 
 
 def check_prompt(judge, problem):

@@ -1,4 +1,4 @@
-"""Reads unfinished C++: the text that would close it, the lines with errors, the block around a line."""
+"""Reads unfinished C++: the text that would close it, the lines with errors."""
 import re
 
 from nanochat.judge.gaps import brackets
@@ -76,21 +76,3 @@ def error_lines(message, only_certain=False):
         if line and _ERROR.search(text) and (_CERTAIN.search(text) or not only_certain):
             found.append(line)
     return found
-
-
-def block_of(text, line):
-    """Returns (first, end) of the lines of the innermost block around `line` of `text`, braces included. An open block,
-    such as the function itself, reaches from the line to the end."""
-    def line_of(at):
-        return text.count("\n", 0, at)
-
-    pairs, opened = brackets(text)
-    num_lines = len(text.splitlines())
-    blocks = [(line_of(begin), line_of(end) + 1) for begin, end in pairs]
-    blocks += [(line_of(at), num_lines) for at in opened]
-    # Blocks nest, so the innermost of those around a line begins last. A block on a single line does not count.
-    around = []
-    for first, end in blocks:
-        if first <= line < end and end - first > 1:
-            around.append((first, end))
-    return max(around, default=(line, num_lines))

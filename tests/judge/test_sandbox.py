@@ -4,7 +4,6 @@ import socket
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,17 +11,7 @@ import pytest
 from nanochat.common import BadInput, Failure
 from nanochat.judge import sandbox
 from nanochat.judge.judge import Judge
-from nanochat.judge.sandbox import (
-    MIB,
-    Limits,
-    Result,
-    Sandbox,
-    inside,
-    memory_cgroup,
-    need,
-    parent_cgroup,
-    without_memory,
-)
+from nanochat.judge.sandbox import MIB, Limits, Sandbox, need
 from tests.judge.hostile import PROGRAMS, SOURCES, program
 
 ROOT = Path(__file__).parents[2]
@@ -120,64 +109,6 @@ def test_a_program_ends_with_the_process_that_judges_it():
     judging.kill()
     judging.wait()
     until(lambda: not processes())
-
-
-SHARES = r"""#include <cstdio>
-#include <cstring>
-#include <sys/shm.h>
-int main() {
-    for (int i = 0; i < 4; ++i) {
-        int id = shmget(IPC_PRIVATE, 64 << 20, 0600);
-        void* memory = shmat(id, nullptr, 0);
-        memset(memory, 1, 64 << 20);
-        shmdt(memory);
-    }
-    puts("took 256 MiB");
-}
-"""
-
-
-def test_memory_that_no_process_holds_is_limited_by_a_cgroup():
-    require_sandbox()
-    with memory_cgroup(MIB) as cgroup:
-        if cgroup is None:
-            pytest.skip("no cgroup can be made here")
-    assert not cgroup.exists()
-    with Judge(program_limits=replace(LIMITS, memory_bytes=128 * MIB)) as judge:
-        verdict = judge.judge(SHARES)
-    assert verdict.status == "crashed" and verdict.message.endswith("stopped: the limit of its memory"), verdict
-
-
-@pytest.mark.parametrize("text, folder", [
-    ("4:memory:/a/b\n0::/\n", ""), ("0::/\n", ""), ("0::/user.slice/session-1.scope\n", "user.slice")])
-def test_a_cgroup_is_made_where_the_kernel_allows_one(text, folder):
-    assert parent_cgroup(text) == Path("/sys/fs/cgroup", folder)
-
-
-@pytest.mark.parametrize("kills, stopped_by", [(0, ""), (1, "memory")])
-def test_the_files_of_a_cgroup_are_written_and_read(monkeypatch, tmp_path, kills, stopped_by):
-    """In a folder that looks like a cgroup, for kernels with the older version."""
-    folder = tmp_path / "cgroup"
-    folder.mkdir()
-    (folder / "memory.max").touch()
-    monkeypatch.setattr("tempfile.mkdtemp", lambda **where: str(folder))
-    with memory_cgroup(5 * MIB) as cgroup:
-        assert (cgroup / "memory.max").read_text() == str(5 * MIB)
-        process = subprocess.Popen([*inside(cgroup), "true"])
-        assert process.wait() == 0 and (cgroup / "cgroup.procs").read_text() == f"{process.pid}\n"
-        (cgroup / "memory.events").write_text(f"low 0\nhigh 0\nmax 9\noom 1\noom_kill {kills}\noom_group_kill 0\n")
-        assert without_memory(Result(137, "", b"", b""), cgroup).stopped_by == stopped_by
-        for file in cgroup.iterdir():
-            file.unlink()
-    assert not cgroup.exists()
-
-
-def test_a_folder_that_is_no_cgroup_is_not_taken_for_one(monkeypatch, tmp_path):
-    """Kernels with the older version have a folder of files there, in which root can write."""
-    monkeypatch.setattr(sandbox, "parent_cgroup", lambda text: tmp_path)
-    with memory_cgroup(MIB) as cgroup:
-        assert cgroup is None
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_sandbox_that_fails_itself_is_told_from_its_program(monkeypatch):

@@ -7,6 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from dev import bench_search
+from dev.bench_search import METHODS
 from nanochat.common import BadInput
 from nanochat.data.tokenizer import load_tokenizer
 from nanochat.device.ranks import Dist
@@ -14,13 +16,12 @@ from nanochat.infer.engine import Engine
 from nanochat.infer.sample import Sampling, default_max_tokens
 from nanochat.judge.judge import PASSED
 from nanochat.judge.problems import Problem
-from nanochat.judge.search import COMPILES, METHODS, UNFINISHED, Budget, Search, refill
-from nanochat.judge.solve import note
+from nanochat.judge.search import COMPILES, UNFINISHED, Budget, Search
 from nanochat.judge.writer import Writer
 from nanochat.kernels.choose import get_kernels
 from nanochat.model.config import GPTConfig
 from nanochat.model.gpt import GPT
-from scripts.solve import main
+from scripts.solve import main, note
 from tests.infer.test_engine import save_model
 from tests.judge.test_sandbox import require_sandbox
 
@@ -31,16 +32,10 @@ LENGTH = 112
 
 
 def example(tokenizer, generator):
-    """A row of a function, half of the lines of which are wrong: from left to right, or with a line at its end."""
-    special, encode = tokenizer.special, tokenizer.encode
+    """A row of a function, half of the lines of which are wrong."""
     lines = [PROMPT[:-1]] + [f"    {name} += 1;" for name in generator.choices("ab", k=3)] + ["    return a;", "}", ""]
-    gap = generator.randrange(1, 4)
-    if generator.random() < 0.5:
-        ids = [special("<|bos|>"), *encode("\n".join(lines)), special("<|bos|>")]
-    else:
-        ids = [special("<|bos|>"), special("<|fim_prefix|>"), *encode("".join(f"{line}\n" for line in lines[:gap])),
-               special("<|fim_suffix|>"), *encode("".join(f"\n{line}" for line in lines[gap + 1:])),
-               special("<|fim_middle|>"), *encode(lines[gap]), special("<|file_sep|>")]
+    bos = tokenizer.special("<|bos|>")
+    ids = [bos, *tokenizer.encode("\n".join(lines)), bos]
     return ids[:-1] + [0] * (LENGTH + 1 - len(ids)), ids[1:] + [-1] * (LENGTH + 1 - len(ids))
 
 
@@ -71,21 +66,11 @@ def find(learner, judge, method, tokens=400, calls=100, seed=0, tests="", max_to
 
 def test_the_tree_finds_what_compiles_at_a_budget_at_which_whole_functions_do_not(learner, judge):
     found = {method: [find(learner, judge, method, seed=seed, tokens=300).answer for seed in (0, 100, 200)]
-             for method in ("sample", "best_of", "tree")}
+             for method in METHODS}
     num = {method: sum(answer.compiles for answer in answers) for method, answers in found.items()}
-    assert num["sample"] <= num["best_of"] < num["tree"] == 3, num
+    assert num["best_of"] < num["tree"] == 3, num
     for answer in [answer for answers in found.values() for answer in answers if answer.status != UNFINISHED]:
         assert (answer.status == COMPILES) == judge.check_syntax(PROMPT + answer.text + "\n}\n").passed
-
-
-def test_repair_refills_the_wrong_line_and_leaves_the_others(learner, judge):
-    text, compiled = "    a += 1;\n    b += 1;\n    a += 1;\n    return a;", []
-    for seed in range(0, 40, 10):
-        search = find(learner, judge, "sample", seed=seed)
-        found, verdict = refill(search, text, search.offer(text))
-        assert verdict.passed == judge.check_syntax(PROMPT + found + "\n}\n").passed
-        compiled += [found] if verdict.passed else []
-    assert "    a += 1;\n    a += 1;\n    a += 1;\n    return a;" in compiled
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -132,9 +117,9 @@ def solve(learner, byte_tokenizer_dir, base_dir, capsys):
     """Runs the script, and returns its status and what it prints."""
     require_sandbox()
     model, tokenizer = learner
-    save_model(base_dir / "checkpoints" / "tiny", model, tokenizer, STEPS, flags={"fim_rate": 0.5})
+    save_model(base_dir / "checkpoints" / "tiny", model, tokenizer, STEPS)
 
-    def run(*flags):
+    def run(*flags, main=main):
         status = main(["--checkpoint=tiny", f"--tokenizer_dir={byte_tokenizer_dir}", "--device_type=cpu", *flags])
         return status, capsys.readouterr()
     return run
@@ -144,40 +129,32 @@ def test_the_script_prints_code_that_compiles_and_its_verdict(solve, judge, tmp_
     (tmp_path / "tests.cpp").write_text(TESTS)
     flags = ["--prompt=int f(int a)", f"--tests={tmp_path / 'tests.cpp'}", "--budget=400"]
     status, output = solve(*flags)
-    assert status == 0 and "// passed: tree, " in output.out
+    assert status == 0 and "// passed: " in output.out
     assert judge.judge(output.out, TESTS).passed
     assert "alive" in output.err and "a whole function: passed" in output.err
     assert solve(*flags)[1].out == output.out
     (tmp_path / "tests.cpp").write_text("int main() { return 1; }\n")
-    status, output = solve("--prompt", PROMPT, f"--tests={tmp_path / 'tests.cpp'}", "--budget=20", "--method=best_of")
-    assert status == 1 and "// unfinished: best_of, " in output.out
+    status, output = solve("--prompt", PROMPT, f"--tests={tmp_path / 'tests.cpp'}", "--budget=20")
+    assert status == 1 and "// unfinished: " in output.out
 
 
-def test_a_comparison_is_repeated_exactly_and_not_overwritten_by_another(solve, tmp_path):
+def test_the_bench_compares_the_methods_and_repeats_itself_exactly(solve, tmp_path):
     row = {"prompt": PROMPT, "declaration": PROMPT, "canonical_solution": "    return a;\n}\n", "test": TESTS}
     problems = tmp_path / "problems.jsonl"
     problems.write_text("".join(json.dumps(row | {"task_id": name}) + "\n" for name in "xyz"))
-    flags = [f"--problems={problems}", "--budget=60,120", "--method=best_of,tree", f"--out_dir={tmp_path / 'out'}"]
-    output = solve(*flags)[1].out
+    flags = [f"--problems={problems}", "--budget=60,120"]
+    output = solve(*flags, main=bench_search.main)[1].out
     assert "| 120 | `tree` |" in output and "p = " in output
-    samples = tmp_path / "out/searches.jsonl"
-    whole = samples.read_bytes()
-    assert len(whole.splitlines()) == 1 + 3 * 4
-    assert solve(*flags)[1].out == output and samples.read_bytes() == whole
-    with pytest.raises(BadInput, match="results of another evaluation"):
-        solve(*flags, "--seed=1")
-    assert samples.read_bytes() == whole
+    assert solve(*flags, main=bench_search.main)[1].out == output
 
 
 @pytest.mark.parametrize("flags, message", [
-    (["--prompt=int f() {", "--problems=own"], "give one of --prompt, --prompt_file and --problems"),
+    (["--prompt=int f() {", "--prompt_file=f.cpp"], "give one of --prompt and --prompt_file"),
     (["--prompt= "], "--prompt is empty"),
     (["--prompt=// adds two numbers"], "--prompt ends with a comment: give the signature"),
     (["--prompt=itn f() {"], "--prompt does not compile by itself.*itn"),
     (["--prompt=int f() {", "--tests=missing.cpp"], "--tests=missing.cpp cannot be read: No such file"),
-    (["--prompt=int f() {", "--method=best"], "there is no method best: choose of sample, best_of"),
-    (["--prompt=int f() {", "--budget=8"], "--budget=8: it must be whole numbers from 16"),
-    (["--prompt=int f() {", "--budget=100,200"], "several of --method and --budget are for --problems"),
+    (["--prompt=int f() {", "--budget=8"], "--budget=8"),
     (["--prompt=int f() {", "--max_tokens=200"], "--max_tokens=200 is more than half of the 256"),
 ])
 def test_bad_input_is_refused(solve, flags, message):

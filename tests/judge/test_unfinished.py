@@ -1,7 +1,7 @@
 """What closes unfinished C++ is judged by the real compiler."""
 import pytest
 
-from nanochat.judge.unfinished import block_of, closers, end_of_function, ends_statement, error_lines
+from nanochat.judge.unfinished import closers, end_of_function, ends_statement, error_lines
 
 UNFINISHED = [
     "namespace n {\nclass A {\n    void f(int x) {\n        do {\n            while (x) {\n",
@@ -37,8 +37,3 @@ def test_errors_are_found_in_the_lines_that_led_to_them(judge):
     ("    x();\n}\nint g() {\n}\n", 9), ("    if (x) {\n    }\n", None), ("}", 0), ('    "}";\n', None)])
 def test_a_function_ends_with_its_own_brace(text, end):
     assert end_of_function("namespace n {\nint f() {\n", text) == end
-
-
-def test_the_block_around_a_line_has_its_braces():
-    text = "    a();\n    if (x) {\n        b();\n    }\n    c();\n"
-    assert [block_of(text, line) for line in range(5)] == [(0, 5), (1, 4), (1, 4), (1, 4), (4, 5)]
