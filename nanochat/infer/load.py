@@ -10,7 +10,7 @@ from nanochat.checkpoint.pieces import load_tensors
 from nanochat.common import BadInput
 from nanochat.data.tokenizer import check_tokenizer, load_tokenizer
 from nanochat.device.mesh import ONE_CHIP
-from nanochat.infer.quantize import Int8GPT, require_same_model
+from nanochat.infer.quantize import Int8GPT
 from nanochat.kernels.choose import get_kernels, kernel_for
 from nanochat.kernels.sharded import Sharding
 from nanochat.model.parts import Parts
@@ -46,8 +46,9 @@ def load_model(path, dist, *, tokenizer_dir=None, kernel="auto", quantize="none"
     quantize: "none", or "int8": an Int8GPT, on the CPU only. mesh: if it divides the weights, this rank's parts are
     loaded. Raises BadInput if the weights are damaged, or the tokenizer differs from the one of training.
     """
-    if quantize == "int8":
-        _require_int8(dist.device_type)
+    if quantize == "int8" and dist.device_type != "cpu":
+        raise BadInput(f"--quantize=int8 is for the CPU, not for {dist.device_type}: leave it out, or add "
+                       "--device_type=cpu")
     meta = load_language_meta(path)
     problem = find_problem(path, weights_only=True)
     if problem:
@@ -76,11 +77,3 @@ def load_model(path, dist, *, tokenizer_dir=None, kernel="auto", quantize="none"
     if quantize == "int8":
         model = Int8GPT(model)
     return model, tokenizer, meta
-
-
-def _require_int8(device_type):
-    """Raises BadInput unless models run in 8 bits on this type of device."""
-    if device_type != "cpu":
-        raise BadInput(f"--quantize=int8 is for the CPU, not for {device_type}: leave it out, or add "
-                       "--device_type=cpu")
-    require_same_model()
