@@ -3,10 +3,10 @@
     python3 -m scripts.export --checkpoint=RUN --out=my_model
     python3 -m scripts.export --checkpoint=RUN --out=my_model.gguf
 
-It replaces an existing export only with --force. An incomplete one never has the name --out.
+An incomplete export never has the name --out.
 """
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -16,7 +16,6 @@ from nanochat.common import BadInput, expand_path, flag, is_disk_full, not_empty
 from nanochat.data.tokenizer import TokenizerFlags
 from nanochat.device.ranks import Dist
 from nanochat.infer.prompt import fills_gaps
-from nanochat.record.history import read_run
 
 GGUF_KINDS = ("f16", "q8_0")
 
@@ -27,7 +26,6 @@ class Flags(TokenizerFlags):
     gguf: str | None = flag(None, "the type of the matrices in a *.gguf; default: f16", choices=GGUF_KINDS)
     checkpoint: str = flag("", "a run (its newest checkpoint), RUN/step_000100 or a path; none: the newest",
                            of=not_empty)
-    force: bool = flag(False, "replace an existing export")
 
 
 def main(argv=None):
@@ -43,49 +41,35 @@ def main(argv=None):
         raise BadInput(f"--gguf={flags.gguf} is for a file of llama.cpp, and --out={flags.out} does not end in .gguf")
     if is_gguf:
         llama_cpp.require_package()
-    else:
-        export.check_copy()
     out = Path(os.path.abspath(flags.out))
-    export.check_place(out, flags.force)
+    export.check_place(out)
     path = find_checkpoint(flags.checkpoint).absolute()
-    if out == path or out in path.parents or path in out.parents:
-        raise BadInput(f"--out={out} and the checkpoint {path} overlap: name another place")
+    if path in out.parents:
+        raise BadInput(f"--out={out} is in the checkpoint {path}: name another place")
     model_bytes = sum(file.stat().st_size for file in path.glob(f"{Path(MODEL).stem}*.safetensors"))
     try:
         # A tenth more than the weights, for the tokenizer and the card.
-        with export.new_place(out, flags.force, 1.1 * model_bytes) as folder:
+        with export.new_place(out, 1.1 * model_bytes) as folder:
             model, tokenizer, meta = load_model(path, Dist("cpu", torch.device("cpu")),
                                                 tokenizer_dir=flags.tokenizer_dir)
             export.check_exportable(model)
             if is_gguf:
                 llama_cpp.write_gguf(folder / "model.gguf", path, model, tokenizer, meta, flags.gguf or "f16")
             else:
-                card = model_card.write_card(
-                    path.parent.name, model, meta, tokenizer, run=metrics_until(path, meta.step),
-                    manifest=model_card.find_manifest(meta), is_scaled=export.is_scaled(model))
+                card = model_card.write_card(path, model, meta, tokenizer)
                 export.write_for_transformers(folder, path, model, tokenizer, meta, card)
     except (OSError, UnicodeError, SafetensorError) as error:
         if is_disk_full(error):
             raise  # run_script says so
-        raise BadInput(f"--out={out} cannot be written ({error}) and is unchanged: name another place") from None
+        raise BadInput(f"--out={out} cannot be written ({error}): name another place") from None
     print(f"{path} (step {meta.step}) is exported to {out}")
     if is_gguf and tokenizer.suffix_first and fills_gaps(meta):
         print("In its gaps the suffix comes first: start llama-server with --spm-infill")
     if is_gguf and flags.gguf != "q8_0":
         print(f"Fewer bits a weight: llama-quantize {out} {out.with_suffix('')}-Q4_K_M.gguf Q4_K_M")
     elif not is_gguf:
-        trust = ", trust_remote_code=True" if export.is_scaled(model) else ""
+        trust = "" if export.is_llama(model) else ", trust_remote_code=True"
         print(f'Load it with AutoModelForCausalLM.from_pretrained("{out}"{trust}); {out / llama.CARD} says more.')
-
-
-def metrics_until(path, step):
-    """Returns the History of the run of the checkpoint at `path`, with the records up to `step`, or None."""
-    try:
-        run = read_run(str(path.parent))
-    except BadInput:
-        return None
-    records = [record for record in run.records if record["step"] <= step]
-    return replace(run, records=records) if records else None
 
 
 if __name__ == "__main__":

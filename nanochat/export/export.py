@@ -1,8 +1,7 @@
 """Writes a checkpoint as a folder for Hugging Face's transformers, without needing transformers.
 
-A model of the Llama family is one of transformers' own (llama.py). A GPT without a scaled
-residual stream, windows, shifted keys, gates and value embeddings is a `nanochat` of transformers. Any other needs
-modeling_nanochat_scaled.py, which is copied beside it.
+A model of the Llama family is one of transformers' own (llama.py). A GPT needs modeling_nanochat_scaled.py, which is
+copied beside it.
 """
 import contextlib
 import json
@@ -14,18 +13,14 @@ from pathlib import Path
 from nanochat.checkpoint.on_disk import SUMS, sums_text, sync_to_disk
 from nanochat.checkpoint.pieces import save_tensors
 from nanochat.common import BadInput
-from nanochat.export import llama, llama_cpp
+from nanochat.export import llama
 from nanochat.export.tokenizer_json import tokenizer_json
-from nanochat.kernels.choose import get_kernels
 from nanochat.model import logit_cap
 from nanochat.model.layers import NORM_EPS
-from nanochat.model.tiny import require_unchanged
 
 CODE = "modeling_nanochat_scaled"
 MODEL = "model.safetensors"
 GGUF = ".gguf"  # a file, where another export is a folder
-FILES = {MODEL, llama.CARD, SUMS, f"{CODE}.py", "config.json", "generation_config.json", "tokenizer.json",
-         "tokenizer_config.json"}
 # The names of a layer's weights in transformers, for those of weights.WEIGHTS.
 LAYER_NAMES = {"resid_scale": "resid_scale", "x0_scale": "x0_scale",
                "attn_q": "self_attn.q_proj.weight", "attn_k": "self_attn.k_proj.weight",
@@ -37,12 +32,6 @@ OTHER_NAMES = {"wte": "model.embed_tokens.weight", "lm_head": "lm_head.weight",
 # The fields of GPTConfig that the files express. A model whose other fields differ from the defaults is refused.
 EXPRESSED = {"vocab_size", "max_seq_len", "n_layer", "n_embd", "n_head", "n_kv_head", "window_pattern", "short_window",
              "rotary_base", "key_shift", "layer_gates", "value_embeddings", *logit_cap.CONFIG_FIELDS}
-
-
-def check_copy():
-    """Raises BadInput if the GPT has changed since the files for transformers were compared with it."""
-    require_unchanged(get_kernels("current", "cpu"), "the model computes something else than its export for "
-                      f"transformers: change nanochat/export/{CODE}.py, too, and then LOGITS in nanochat/model/tiny.py")
 
 
 def is_llama(model):
@@ -64,17 +53,6 @@ def check_exportable(model):
         raise BadInput(f"--checkpoint: the model has {', '.join(unknown)}, which cannot be exported")
 
 
-def is_scaled(model):
-    """Returns whether the model is a GPT that is more than the `nanochat` of transformers."""
-    if is_llama(model):
-        return False
-    config = model.config
-    has_scales = bool((model.resid_scale != 1).any() or (model.x0_scale != 0).any())
-    has_other_cap = model.logit_cap.for_transformers().keys() != {"final_logit_softcapping"}
-    return bool(has_scales or has_other_cap or any(config.windows()) or config.key_shift or config.layer_gates
-                or config.has_values)
-
-
 def weights(model, meta):
     """Returns the weights of a model by their names in transformers, {name: tensor}."""
     if is_llama(model):
@@ -82,11 +60,10 @@ def weights(model, meta):
     state = model.state_dict()
     named = {theirs: state[ours] for ours, theirs in OTHER_NAMES.items() if ours in state}
     for ours, theirs in LAYER_NAMES.items():
-        if ours not in state or ours in ("resid_scale", "x0_scale") and not is_scaled(model):
-            continue
-        for layer, weight in enumerate(state[ours].unbind(0)):
-            # A layer's scale has the shape () here, and (1,) in transformers.
-            named[f"model.layers.{layer}.{theirs}"] = weight.reshape(weight.shape or (1,))
+        if ours in state:
+            for layer, weight in enumerate(state[ours].unbind(0)):
+                # A layer's scale has the shape () here, and (1,) in transformers.
+                named[f"model.layers.{layer}.{theirs}"] = weight.reshape(weight.shape or (1,))
     return named
 
 
@@ -96,9 +73,11 @@ def config_json(model, tokenizer):
     if is_llama(model):
         return llama.config_json(config) | special_ids(tokenizer)
     windows = config.windows()
-    found = {
-        "architectures": ["NanoChatForCausalLM"],
-        "model_type": "nanochat",
+    return {
+        "architectures": ["ScaledNanoChatForCausalLM"],
+        "model_type": "nanochat_scaled",
+        "auto_map": {"AutoConfig": f"{CODE}.ScaledNanoChatConfig", "AutoModel": f"{CODE}.ScaledNanoChatModel",
+                     "AutoModelForCausalLM": f"{CODE}.ScaledNanoChatForCausalLM"},
         "dtype": "float32",
         "vocab_size": config.vocab_size,
         "hidden_size": config.n_embd,
@@ -113,20 +92,13 @@ def config_json(model, tokenizer):
         **model.logit_cap.for_transformers(),
         "attention_bias": False,
         "tie_word_embeddings": False,
+        "layer_types": ["sliding_attention" if window else "full_attention" for window in windows],
+        "sliding_window": next(filter(None, windows), None),
+        "key_shift": config.key_shift,
+        "layer_gates": config.layer_gates,
+        "value_embeddings": config.value_embeddings,
         **special_ids(tokenizer),
     }
-    if is_scaled(model):
-        found |= {
-            "architectures": ["ScaledNanoChatForCausalLM"],
-            "model_type": "nanochat_scaled",
-            "auto_map": {"AutoConfig": f"{CODE}.ScaledNanoChatConfig", "AutoModel": f"{CODE}.ScaledNanoChatModel",
-                         "AutoModelForCausalLM": f"{CODE}.ScaledNanoChatForCausalLM"},
-            "layer_types": ["sliding_attention" if window else "full_attention" for window in windows],
-            "sliding_window": next(filter(None, windows), None),
-            "key_shift": config.key_shift,
-            "layer_gates": config.layer_gates,
-            "value_embeddings": config.value_embeddings}
-    return found
 
 
 def special_ids(tokenizer):
@@ -161,7 +133,7 @@ def write_for_transformers(folder, path, model, tokenizer, meta, card):
         _write_small_files(folder, model, tokenizer)
     with open(folder / llama.CARD, "a", encoding="utf-8") as file:
         file.write(card)
-    if is_scaled(model):
+    if not is_llama(model):
         shutil.copy(Path(__file__).with_name(f"{CODE}.py"), folder)
     save_tensors(weights(model, meta), folder / MODEL, {"format": "pt"})
     (folder / SUMS).write_text(sums_text(sorted(folder.iterdir())))
@@ -176,37 +148,18 @@ def _write_small_files(folder, model, tokenizer):
     (folder / "tokenizer.json").write_text(tokenizer_json(tokenizer), encoding="utf-8")
 
 
-def check_place(out, force):
-    """Raises BadInput unless the folder or file `out` may be written: it is new, or an export and `force`."""
-    try:
-        if out.is_symlink():
-            raise BadInput(f"--out={out} is a symbolic link: name its target")
-        is_there = out.is_file() or out.is_dir() and any(out.iterdir())
-        is_other_kind = out.exists() and out.is_dir() == (out.suffix == GGUF)
-        if is_other_kind or is_there and not _is_export(out):
-            raise BadInput(f"--out={out} is something else than an export: name another place")
-    except OSError as error:
-        raise BadInput(f"--out={out} cannot be read ({error.strerror}): name another place") from None
-    if is_there and not force:
-        raise BadInput(f"--out={out} exists: name another place, or replace it with --force")
-
-
-def _is_export(out):
-    """Returns whether this module wrote the folder or file, and nobody added anything."""
-    if out.is_dir():
-        found = {path.name for path in out.iterdir()}
-        return SUMS in found and all(name in FILES or llama.matches(name, llama.SMALL_FILES) for name in found)
-    return out.suffix == GGUF and llama_cpp.is_file_of_ours(out)
+def check_place(out):
+    """Raises BadInput unless there is nothing at `out`."""
+    if os.path.lexists(out):
+        raise BadInput(f"--out={out} exists: name another place, or delete it")
 
 
 @contextlib.contextmanager
-def new_place(out, force, needed_bytes):
+def new_place(out, needed_bytes):
     """Yields an empty folder OUT.PID.partial. When the block ends, the folder takes the name `out`, or its file
-    model.gguf does. If the block fails, `out` stays unchanged. Raises BadInput if the folder
-    cannot be made, or the disk has not `needed_bytes`."""
-    check_place(out, force)
+    model.gguf does. Raises BadInput if the folder cannot be made, or the disk has not `needed_bytes`."""
+    check_place(out)
     partial = out.with_name(f"{out.name}.{os.getpid()}.partial")
-    old = out.with_name(f"{out.name}.{os.getpid()}.replaced")
     try:
         partial.mkdir()
         free = shutil.disk_usage(partial).free
@@ -219,16 +172,8 @@ def new_place(out, force, needed_bytes):
         # A rename may reach the disk before the renamed files, so these are synced first, and then their folder.
         for path in (*partial.iterdir(), partial):
             sync_to_disk(path)
-        check_place(out, force)  # another export may have finished meanwhile
-        if out.suffix == GGUF:
-            (partial / "model.gguf").replace(out)
-        else:
-            # A rename cannot replace a folder that is not empty, so the old one steps aside. A kill between the two
-            # renames leaves both under other names: --out is missing, but never half.
-            if out.is_dir():
-                out.rename(old)
-            partial.rename(out)
+        check_place(out)  # another export may have finished meanwhile
+        (partial / "model.gguf" if out.suffix == GGUF else partial).rename(out)
         sync_to_disk(out.parent)
-        shutil.rmtree(old, ignore_errors=True)
     finally:
         shutil.rmtree(partial, ignore_errors=True)

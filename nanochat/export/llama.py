@@ -115,14 +115,17 @@ def _is_plain_rope(rope):
 # Out
 
 
+def layers(name, weight, config):
+    """Returns [(name in transformers, tensor)] of a weight's layers, or of the one weight."""
+    return zip(their_names(name, config), [weight] if name in OTHER_NAMES else weight.unbind(0), strict=True)
+
+
 def weights(model, meta):
     """Returns the weights by their names in transformers, in the dtype that they came in or else in fp32."""
     dtype = getattr(torch, meta.source["dtype"] if meta.source else "float32")
     found = {}
     for name, weight in model.state_dict().items():
-        layers = [weight] if name in OTHER_NAMES else weight.unbind(0)
-        for theirs, layer in zip(their_names(name, model.config), layers, strict=True):
-            found[theirs] = layer.to(dtype)
+        found |= {theirs: layer.to(dtype) for theirs, layer in layers(name, weight, model.config)}
     return found
 
 

@@ -11,18 +11,8 @@ from nanochat.export import llama
 from nanochat.export.tokenizer_json import tokenizer_json
 from nanochat.infer.prompt import fills_gaps
 
-MARK = "nanochat.step"  # an entry at the beginning of a file, by which export.py knows what it may replace
 LARGEST_F16 = 65504
 BLOCK = 32  # values of a row that share a scale in q8_0
-# The names of a layer's weights in llama.cpp, for those of model/llama.py, and of the others.
-LAYER_NAMES = {"attn_norm": "attn_norm.weight", "attn_q": "attn_q.weight", "attn_k": "attn_k.weight",
-               "attn_v": "attn_v.weight", "attn_o": "attn_output.weight",
-               "q_bias": "attn_q.bias", "k_bias": "attn_k.bias", "v_bias": "attn_v.bias",
-               "q_norm": "attn_q_norm.weight", "k_norm": "attn_k_norm.weight",
-               "mlp_norm": "ffn_norm.weight", "mlp_gate": "ffn_gate.weight", "mlp_in": "ffn_up.weight",
-               "mlp_out": "ffn_down.weight"}
-OTHER_NAMES = {"wte": "token_embd.weight", "out_norm": "output_norm.weight", "lm_head": "output.weight"}
-
 # By llama.cpp's name of a way to split text: the steps of a tokenizer.json that do the same, and whether a piece that
 # is a token is taken whole (ignore_merges).
 _WORDS = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
@@ -77,13 +67,6 @@ def find_split(tokenizer):
     raise BadInput(f"llama.cpp is not known to split text as this tokenizer does ({shown}): export for transformers")
 
 
-def is_file_of_ours(path):
-    """Returns whether `path` is a GGUF file that write_gguf wrote."""
-    with open(path, "rb") as file:
-        beginning = file.read(200)
-    return beginning.startswith(b"GGUF") and MARK.encode() in beginning
-
-
 def write_gguf(file, path, model, tokenizer, meta, kind):
     """Writes the GGUF `file`. path: of the checkpoint, with its Meta; kind: "f16" or "q8_0", the type of the matrices.
     Raises BadInput for what llama.cpp does not compute."""
@@ -96,7 +79,6 @@ def write_gguf(file, path, model, tokenizer, meta, kind):
                        f"{model.config.head_dim}: export for transformers")
     split = find_split(tokenizer)
     writer = gguf.GGUFWriter(file, _arch(model.config))
-    writer.add_uint64(MARK, meta.step)
     writer.add_name(meta.source["model"] if meta.source else path.parent.name)
     if meta.source and meta.source["licence"]:
         writer.add_license(meta.source["licence"])
@@ -199,16 +181,16 @@ def _puts_bos_first(tokenizer):
 
 def _weights(model):
     """Yields (name in llama.cpp, numpy array in fp32) of the weights."""
-    heads = {"attn_q": model.config.n_head, "attn_k": model.config.n_kv_head}
+    import gguf
+    config = model.config
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[_arch(config).upper()], config.n_layer)  # from transformers'
+    heads = {"attn_q": config.n_head, "attn_k": config.n_kv_head}
     for name, weight in model.state_dict().items():
-        if name in OTHER_NAMES:
-            yield OTHER_NAMES[name], weight.numpy()
-            continue
-        for number, layer in enumerate(weight.unbind(0)):
+        for theirs, layer in llama.layers(name, weight, config):
             layer = layer.numpy()
-            if name in heads and _arch(model.config) == "llama":
+            if name in heads and _arch(config) == "llama":
                 layer = _interleaved(layer, heads[name])
-            yield f"blk.{number}.{LAYER_NAMES[name]}", layer
+            yield names.get_name(theirs, try_suffixes=(".weight", ".bias")), layer
 
 
 def _interleaved(weight, heads):

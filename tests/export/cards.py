@@ -1,4 +1,5 @@
 """The model card of a checkpoint that has only its Meta."""
+from pathlib import Path
 from types import SimpleNamespace
 
 from nanochat.data.tokenizer import load_tokenizer
@@ -6,6 +7,6 @@ from nanochat.export.model_card import write_card
 from nanochat.model.config import GPTConfig
 
 
-def card_of(meta, manifest=None):
+def card_of(meta):
     model = SimpleNamespace(parameters=lambda: [], config=GPTConfig())
-    return write_card("a_run", model, meta, load_tokenizer(), run=None, manifest=manifest, is_scaled=False)
+    return write_card(Path("no_runs/a_run/step_000020"), model, meta, load_tokenizer())

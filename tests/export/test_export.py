@@ -8,7 +8,6 @@ import subprocess
 import sys
 import sysconfig
 from dataclasses import asdict
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -19,7 +18,7 @@ from nanochat.checkpoint.saver import save_checkpoint
 from nanochat.common import BadInput
 from nanochat.data.tokenizer import SHIPPED_DIR, Tokenizer, load_tokenizer
 from nanochat.data.tokenizer_files import LLAMA_CPP_PATTERN
-from nanochat.export import export, model_card
+from nanochat.export import export
 from nanochat.export.tokenizer_json import tokenizer_json
 from nanochat.kernels.choose import get_kernels
 from nanochat.model.config import GPTConfig
@@ -44,17 +43,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 found = {}
 for number, job in enumerate(json.load(sys.stdin)):
     if "texts" in job:
-        tokenizer = AutoTokenizer.from_pretrained(job["folder"], trust_remote_code=job["trusted"])
+        tokenizer = AutoTokenizer.from_pretrained(job["folder"], trust_remote_code=True)
         ids = tokenizer(job["texts"], add_special_tokens=False, split_special_tokens=True).input_ids
         assert [tokenizer.decode(text_ids) for text_ids in ids] == job["texts"]
         assert tokenizer(job["texts"][0]).input_ids == [tokenizer.bos_token_id, *ids[0]]
         found[f"{number} ids"] = np.concatenate([np.array([len(text_ids), *text_ids]) for text_ids in ids])
     if "ids" in job:
-        if job["trusted"]:  # else the native class would take the weights, and leave out the scales
-            with contextlib.suppress(ValueError):
-                AutoModelForCausalLM.from_pretrained(job["folder"], trust_remote_code=False)
-                raise AssertionError("it was loaded without its code")
-        model, loading = AutoModelForCausalLM.from_pretrained(job["folder"], trust_remote_code=job["trusted"],
+        with contextlib.suppress(ValueError):  # the native class would take the weights, and leave out the scales
+            AutoModelForCausalLM.from_pretrained(job["folder"], trust_remote_code=False)
+            raise AssertionError("it was loaded without its code")
+        model, loading = AutoModelForCausalLM.from_pretrained(job["folder"], trust_remote_code=True,
                                                               output_loading_info=True)
         assert not any(loading.values()), loading
         ids = torch.tensor([job["ids"]])
@@ -162,9 +160,7 @@ def test_every_part_of_the_model_is_exact_in_transformers(tmp_path, byte_tokeniz
         folder.mkdir()
         export.check_exportable(models[-1])
         export.write_for_transformers(folder, None, models[-1], tokenizer, make_meta(), card="")
-        needs_code = scaled or pattern != "L" or bool(parts)
-        assert (folder / f"{export.CODE}.py").exists() == needs_code
-        jobs.append({"folder": str(folder), "trusted": needs_code, "ids": ids, "prompt_len": PROMPT_LEN})
+        jobs.append({"folder": str(folder), "ids": ids, "prompt_len": PROMPT_LEN})
     found = read(tmp_path, jobs)
     for number, model in enumerate(models):
         torch.testing.assert_close(torch.tensor(found[f"{number} logits"]), model(torch.tensor([ids]))[0],
@@ -174,7 +170,7 @@ def test_every_part_of_the_model_is_exact_in_transformers(tmp_path, byte_tokeniz
             assert found[f"{number} {way}"].tolist() == expected, (number, way)
         torch.testing.assert_close(torch.tensor(found[f"{number} padded"]), model(torch.tensor([ids[:PROMPT_LEN]]))[0],
                                    atol=1e-4, rtol=0)
-        assert str(found[f"{number} class"]).startswith("Scaled") == jobs[number]["trusted"]
+        assert str(found[f"{number} class"]).startswith("Scaled")
         assert found[f"{number} end"].tolist() == [tokenizer.bos_id, tokenizer.special("<|file_sep|>")]
     assert len({found[f"{number} logits"].tobytes() for number in range(len(models))}) == len(models)
 
@@ -200,7 +196,7 @@ def test_a_model_with_the_shipped_tokenizer_and_its_ids_are_exact(tmp_path):
     script.main([f"--checkpoint={save(tmp_path / 'run', model, tokenizer)}", f"--out={folder}",
                  f"--tokenizer_dir={SHIPPED_DIR}"])
     texts = [*HEADERS[20:60], *stress_strings(500, seed=1)]
-    found = read(tmp_path, [{"folder": str(folder), "trusted": True, "ids": ids, "prompt_len": 226, "texts": texts}])
+    found = read(tmp_path, [{"folder": str(folder), "ids": ids, "prompt_len": 226, "texts": texts}])
     torch.testing.assert_close(torch.tensor(found["0 logits"]), model(torch.tensor([ids]))[0], atol=1e-4, rtol=0)
     assert found["0 tokens"].tolist() == greedy(model, ids[:226], 30)
     assert found["0 ids"].tolist() == [number for text_ids in map(tokenizer.encode, texts)
@@ -241,50 +237,38 @@ def test_the_card_says_what_is_known(tmp_path, run, trained, byte_tokenizer_dir)
                 **({"val_bpb": 3.0 - step / 20, "fim_bpb": 2.5, "fim_bytes": 8170} if step % 10 == 0 else {})}
                for step in range(31)]
     (trained.parent / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    manifest = {"val_projects": ["held"], "totals": {"base_data_v3": {"documents": 7, "bytes": 700, "shards": 1}},
-                "sources": [{"name": "fmt", "version": "9", "project": "fmt", "documents": 8, "bytes": 800,
-                             "licences": {"MIT": 5, "GPL-2 | GPL-3": 3}},
-                            {"name": "held", "project": "held", "licences": {"BSD-3-Clause": 9}}]}
-    with mock.patch.object(model_card, "find_manifest", lambda meta: manifest):
-        run(f"--out={tmp_path / 'out'}")
+    run(f"--out={tmp_path / 'out'}")
     card = (tmp_path / "out" / "README.md").read_text()
-    for text in ("# a_run\n", "| fmt | 9 | 8 | MIT: 5, GPL-2 \\| GPL-3: 3 |", "out: held", "7 files with 700 b",
-                 "validation, bits per byte 2.0000 (step 20)", "loss, nats a token 7.0000 (step 20).",
-                 "--depth=2", "not for filling in the middle."):
+    for text in ("# a_run\n", "validation, bits per byte 2.0000 (step 20)", "loss, nats a token 7.0000 (step 20).",
+                 "--depth=2", "not trained to fill in the middle.", "manifest of the corpus was missing"):
         assert text in card
-    assert "BSD-3-Clause" not in card
-    assert names(tmp_path / "out") == sorted(export.FILES)
-    assert "--seq_len_ramp=0:8,2:16\n" in card_of(make_meta(flags={"seq_len_ramp": "0:8,2:16"}))
-    assert "base_train --layer_gates=on --value_embeddings=off --seed=0\n" in card_of(make_meta(flags={
-        "layer_gates": "on", "value_embeddings": "off", "seed": 0}))
-    taught = card_of(make_meta(flags={"teacher": "/home/me/large/step_000100", "kd_weight": 0.5}))
-    assert "--teacher=large/step_000100 --kd_weight=0.5\n" in taught and "/home" not in taught
+    assert names(tmp_path / "out") == [
+        "README.md", "SHA256SUMS", "config.json", "generation_config.json", "model.safetensors",
+        "modeling_nanochat_scaled.py", "tokenizer.json", "tokenizer_config.json"]
     subprocess.run(["sha256sum", "--check", "--quiet", "SHA256SUMS"], cwd=tmp_path / "out", check=True)
-    run(f"--out={tmp_path / 'bare'}")
-    assert "manifest of the corpus was missing" in (tmp_path / "bare" / "README.md").read_text()
+    card = card_of(make_meta(flags={"layer_gates": "on", "value_embeddings": "off", "seed": 0, "seq_len_ramp": "0:8",
+                                    "teacher": "/home/me/large", "data_dir": "gs://mine/parquet"}))
+    assert "base_train --layer_gates=on --value_embeddings=off --seq_len_ramp=0:8 --seed=0\n" in card
+    assert "/home" not in card and "mine" not in card
 
 
-def test_the_card_of_a_data_set_counts_the_part_that_is_trained_on():
-    card = card_of(make_meta(), {"sources": [{
-        "name": "stack", "documents": 80, "bytes": 9000, "licences": {"MIT": 60, "Zlib": 15, "BSL-1.0": 5},
-        "held_out_documents": 20, "held_out_bytes": 2000, "held_out_licences": {"MIT": 15, "BSL-1.0": 5}}]})
-    assert "held out: none" in card and "| stack |  | 60 | MIT: 45, Zlib: 15 |" in card
-
-
-def test_a_manifest_beside_the_data_of_the_checkpoint_is_found(tmp_path, byte_tokenizer_dir):
+def test_the_card_has_the_licences_of_the_data_of_the_training(tmp_path, byte_tokenizer_dir):
     from nanochat.data.shards import fingerprint, list_shards, open_shards
-    from nanochat.export.model_card import find_manifest
     from tests.data.headers import write_headers
     (tmp_path / "data").mkdir()
     shards = open_shards(list_shards(write_headers(tmp_path / "data")))
-    (tmp_path / "manifest.json").write_text(json.dumps({"sources": []}))
+    manifest = tmp_path / "manifest.json"
+    manifest.write_text(json.dumps({"val_projects": ["held"], "sources": [
+        {"name": "fmt", "version": "9", "project": "fmt", "licences": {"MIT": 5, "GPL-2": 3}},
+        {"name": "held", "project": "held", "licences": {"BSD-3-Clause": 9}},
+        {"name": "stack", "licences": {"MIT": 60, "Zlib": 15, "BSL-1.0": 5},
+         "held_out_licences": {"MIT": 15, "BSL-1.0": 5}}]}))
     meta = make_meta(flags={"data_dir": str(tmp_path / "data")}, data_fingerprint=fingerprint(shards))
-    assert find_manifest(meta) == {"sources": []}
-    (tmp_path / "manifest.json").write_text("[]")
-    assert find_manifest(meta) is None
-    (tmp_path / "manifest.json").write_text(json.dumps({"sources": []}))
+    assert "\n- fmt 9 (MIT: 5 files, GPL-2: 3 files)\n- stack (MIT: 45 files, Zlib: 15 files)\n" in card_of(meta)
     (tmp_path / "data" / "shard_00001.parquet").unlink()
-    assert find_manifest(meta) is None
+    assert "Unknown: the manifest" in card_of(meta)
+    manifest.write_text("[]")
+    assert "Unknown: the manifest" in card_of(meta)
 
 
 def test_windows_of_one_position_are_refused(byte_tokenizer_dir):
@@ -294,45 +278,26 @@ def test_windows_of_one_position_are_refused(byte_tokenizer_dir):
         export.check_exportable(make_model(tokenizer, short_window=1))
 
 
-def test_an_export_is_replaced_only_with_force_and_nothing_else_ever_is(tmp_path, run):
-    out = tmp_path / "out"
-    run(f"--out={out}")
-    (out / "config.json").write_text("old")
-    with pytest.raises(BadInput, match="--out=.*exists.*--force"):
-        run(f"--out={out}")
-    assert (out / "config.json").read_text() == "old"
-    run(f"--out={out}", "--force")
-    assert (out / "config.json").read_text() != "old"
-    (out / "thesis.tex").write_text("years of work")
-    with pytest.raises(BadInput, match="something else than an export"):
-        run(f"--out={out}", "--force")
-    assert names(tmp_path) == ["a_run", "out"] and "thesis.tex" in names(out)
-
-
 @pytest.mark.parametrize("error, shown", [(OSError(errno.EIO, "Input/output error"), BadInput),
                                           (OSError(errno.ENOSPC, "No space left"), OSError),
                                           (KeyboardInterrupt(), KeyboardInterrupt)])
-def test_an_export_that_fails_leaves_nothing_and_the_old_one_as_it_was(tmp_path, run, monkeypatch, error, shown):
-    run(f"--out={tmp_path / 'old'}")
-    before = (tmp_path / "old" / "SHA256SUMS").read_text()
-
+def test_an_export_that_fails_leaves_nothing(tmp_path, run, monkeypatch, error, shown):
     def fail(*arguments, **options):
         raise error
 
     monkeypatch.setattr(export, "save_tensors", fail)
-    for out in ("new", "old"):
-        with pytest.raises(shown):
-            run(f"--out={tmp_path / out}", "--force")
-    assert names(tmp_path) == ["a_run", "old"] and (tmp_path / "old" / "SHA256SUMS").read_text() == before
+    with pytest.raises(shown):
+        run(f"--out={tmp_path / 'new'}")
+    assert names(tmp_path) == ["a_run"]
 
 
 @pytest.mark.parametrize("flags, message", [
     ([], "--out is needed"),
     (["--out=FOLDER/file/x"], "--out=.* cannot be written"),
-    (["--out=FOLDER/file", "--force"], "something else than an export"),
-    (["--out=FOLDER/link", "--force"], "is a symbolic link"),
-    (["--out=FOLDER/a_run/step_000020", "--force"], "something else than an export"),
-    (["--out=FOLDER/a_run/step_000020/x"], "overlap"),
+    (["--out=FOLDER/file"], "--out=.* exists"),
+    (["--out=FOLDER/link"], "--out=.* exists"),
+    (["--out=FOLDER/a_run"], "--out=.* exists"),
+    (["--out=FOLDER/a_run/step_000020/x"], "is in the checkpoint"),
     (["--out=FOLDER/x", "--checkpoint=none"], "no checkpoint at none"),
     (["--out=FOLDER/x", f"--tokenizer_dir={SHIPPED_DIR}"], "tokenizer has 65536 tokens"),
 ])

@@ -152,7 +152,6 @@ def test_weights_that_were_trained_go_out_in_the_dtype_they_came_in_with_the_lic
     card = (tmp_path / "out/README.md").read_text()
     assert card.startswith(CARD) and "7 steps" in card and "apache-2.0" in card[len(CARD):]
     assert (tmp_path / "out/config.json").read_bytes() == (folder / "config.json").read_bytes()
-    export.main(["--checkpoint=imported", f"--out={tmp_path}/out", "--force"])  # it is known as an export
 
 
 @pytest.mark.parametrize("tied", [True, False])

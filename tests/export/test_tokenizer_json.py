@@ -1,9 +1,11 @@
 """The tokenizer.json of an export gives the ids of the tokenizer, and is read back."""
+import contextlib
 import json
 
 import pytest
 
-from nanochat.data.tokenizer import load_tokenizer
+from nanochat.common import BadInput
+from nanochat.data.tokenizer import Tokenizer, load_tokenizer
 from nanochat.data.tokenizer_files import LLAMA_CPP_PATTERN
 from nanochat.export import export, tokenizer_json
 from nanochat.export.model_card import describe_gaps
@@ -29,7 +31,7 @@ def test_the_card_says_how_to_fill_gaps_in_the_names_of_the_tokenizer():
     assert "`<jupyter_text>text after<jupyter_start>text before<jupyter_code>`. `<file_sep>` ends" in card
     assert "<|fim_middle|>`. `<|endoftext|>` ends" in describe_gaps(hub.hub_tokenizer(hub.qwen), 0.5)
     assert "<|fim_middle|>`. `<|file_sep|>` ends" in describe_gaps(load_tokenizer(), 0.5)
-    assert "not for filling" in describe_gaps(hub.hub_tokenizer(hub.llama3), 0.0)
+    assert "not trained to fill" in describe_gaps(hub.hub_tokenizer(hub.llama3), 0.0)
 
 
 def test_a_tokenizer_of_the_library_is_written_as_it_was(tmp_path):
@@ -43,13 +45,11 @@ def test_a_tokenizer_of_the_library_is_written_as_it_was(tmp_path):
 
 
 @pytest.mark.parametrize("pattern, alike", [
-    (PATTERN, True), (LLAMA_CPP_PATTERN, True), (r"(?:a|b){2,3}|[^\S\n]+|\x41|[\[\]]", True),
+    (PATTERN, True), (LLAMA_CPP_PATTERN, True),
     (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)"
      r"|\s+", True),  # Llama 3
-    (r"a$", False), (r"^a", False), (r"\bint\b", False), (r"(?m)a", False), (r"(?<=a)b", False), (r"a{2}+", False),
-    (r"a{,2}", False), (r"a{2}?", False), (r"(a)\1", False), (r"[[:alpha:]]", False), (r"[a-z&&[^b]]", False),
-    (r"[a--b]", False), (r"(?i:ss)", False), (r"(?i:straße)", False), (r"\p{Alpha}", False), (r"\h", False),
-    (r"\xC3", False), ("", False),
-])
+    (r"\w+x?$|[\s\S]", False), (r"^int|[\s\S]", False)])
 def test_only_patterns_that_both_libraries_read_alike_are_taken(pattern, alike):
-    assert bool(tokenizer_json.ALIKE.fullmatch(pattern)) == alike
+    tokens = load_tokenizer().tokens()
+    with contextlib.nullcontext() if alike else pytest.raises(BadInput, match="reads the split pattern"):
+        tokenizer_json.tokenizer_json(Tokenizer(tokens, pattern, {"<|bos|>": len(tokens)}))
