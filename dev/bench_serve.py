@@ -54,18 +54,17 @@ def run_server(flags, sender):
     """Serves in this process until its parent ends. Sends the port."""
     end_with_parent(parent_process().pid)
     try:
-        from nanochat.serve.connections import listen, make_runner
-        from nanochat.serve.server import Server, make_app
+        from nanochat.serve.server import Server, listen, make_runner
     except ImportError as error:
         print(f"error: {error.name} is not installed: pip install '.[serve]'")
         return
     tokenizer = load_tokenizer()
     model = Int8GPT(make_model(flags, tokenizer.n_vocab))
     completer = Completer(Engine(model, tokenizer, Dist("cpu", torch.device("cpu"))), True, copies=False)
-    listening = listen("127.0.0.1", 0)
+    listening = listen(0)
     sender.send(listening.getsockname()[1])
-    app = make_app(Server(completer, name="random", max_tokens=TOKENS, timeout_s=REQUEST_TIMEOUT_S))
-    make_runner(app).run(sockets=[listening])
+    server = Server(completer, name="random", max_tokens=TOKENS, timeout_s=REQUEST_TIMEOUT_S)
+    make_runner(server).run(sockets=[listening])
 
 
 def ask(connection, body):

@@ -2,8 +2,7 @@
 
     python3 -m scripts.lsp --url=http://127.0.0.1:8012
 
-The editor starts it (docs/editor.md), and it asks a scripts.serve that is running. Needs pip install '.[lsp]'. The key
-of the server, if it has one, is in $NANOCHAT_API_KEY.
+The editor starts it (docs/editor.md), and it asks a scripts.serve that is running. Needs pip install '.[lsp]'.
 """
 import logging
 import os
@@ -25,7 +24,7 @@ def main(argv=None):
         from nanochat.serve.lsp import make_language_server
     except ImportError as error:
         raise BadInput(f"there is no {error.name}: pip install '.[lsp]'") from None
-    server = make_language_server(flags.url, os.environ.get("NANOCHAT_API_KEY"))
+    server = make_language_server(flags.url)
     if not sys.stdin or sys.stdin.isatty():  # None if it is closed
         raise BadInput("an editor starts this and talks to its standard input: docs/editor.md says how")
     run(server)

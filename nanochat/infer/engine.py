@@ -45,11 +45,6 @@ class Engine:
     def _reader(self):
         return Reader(self.model, self.dist.device)
 
-    def forget(self):
-        """Forgets the last prompt: the next one is read as a whole."""
-        if "_reader" in vars(self):  # on XLA, nothing is kept, and a reader's cache would only take memory
-            self._reader.ids = []
-
     def complete(self, prompt, **sampling):
         """Returns the completion of `prompt`, without the prompt; sampling: fields of Sampling."""
         return self.completions(prompt, Sampling(**sampling))[0].text

@@ -1,11 +1,9 @@
-"""Who may use the server, and what everybody else is told."""
-import hmac
+"""Who may use the server, which only programs of this machine reach, and what everybody else is told."""
 import re
 
 from fastapi.responses import JSONResponse
 
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
-WITHOUT_KEY = ("/", "/health")
 
 
 class Refused(Exception):
@@ -21,30 +19,18 @@ def error_answer(status, message):
     """Returns the answer to a refused request, an ASGI application."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     # A client whose body was not read to its end would keep sending it.
-    headers = {"Connection": "close"} if status in (408, 413, 503) else None
+    headers = {"Connection": "close"} if status in (413, 503) else None
     return JSONResponse({"error": {"message": message, "code": status, "type": kind}}, status, headers)
 
 
-def has_key(api_key, headers):
-    """Returns whether a request has the key. headers: pairs of bytes, names in lower case. api_key: None: no key is
-    needed."""
-    scheme, _, sent = dict(headers).get(b"authorization", b"").partition(b" ")
-    # In constant time, so that the time does not tell how much of a guess is right.
-    return api_key is None or scheme.lower() == b"bearer" and hmac.compare_digest(sent.strip(), api_key.encode())
-
-
-def check_access(request, api_key):
-    """Raises Refused unless this request may be answered."""
+def check_access(request):
+    """Raises Refused unless this request may be answered: no page of another site may use the server."""
     host = request.headers.get("host", "")
-    path = request.scope["path"]
     # The page of another site whose name was given this machine's address is of the same origin to the browser.
-    if api_key is None and re.sub(r":\d+$", "", host).lower() not in LOOPBACK:
-        raise Refused(400, "the header Host names another machine than this one: ask 127.0.0.1 or localhost, or start "
-                           "the server with an --api_key")
-    if path != "/" and is_of_another_site(request.headers, host):
+    if re.sub(r":\d+$", "", host).lower() not in LOOPBACK:
+        raise Refused(400, "the header Host names another machine than this one: ask 127.0.0.1 or localhost")
+    if request.scope["path"] != "/" and is_of_another_site(request.headers, host):
         raise Refused(403, "the pages of other sites may not use this server")
-    if path not in WITHOUT_KEY and not has_key(api_key, request.scope["headers"]):
-        raise Refused(401, "this server needs its --api_key, as the header Authorization: Bearer KEY")
     # Browsers let any page send other types without asking the server first.
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if request.method == "POST" and content_type != "application/json":

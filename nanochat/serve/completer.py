@@ -41,25 +41,19 @@ class Completer:
     extra_tokens: int = 0  # most tokens of other files
     copies: bool = True  # offers what follows the text before the cursor where it stands elsewhere in the file
     windows: dict = field(default_factory=dict)  # where the last prompts were cut
-    last_client: object = None  # whose prompt was read last
 
     @property
     def context(self):
         return self.engine.model.config.max_seq_len
 
-    def complete(self, prefix, suffix, extra, options, on_text=ignore, keep_going=never_stop, client=None):
+    def complete(self, prefix, suffix, extra, options, on_text=ignore, keep_going=never_stop):
         """Returns a Completion of the text between `prefix` and `suffix`.
 
         suffix: None to continue the prefix. extra: (path, text) of other files, the nearest last. With
         options.sampling.max_tokens = 0, it only reads the prompt, so that the next completion begins sooner.
         on_text(sample, text) gets each new piece of text. keep_going() is asked before every token; once it returns
-        False, the completion ends. client: who asks. The last prompt of another client is forgotten: else
-        the time, and the number of tokens read, would tell how far the two agree.
+        False, the completion ends.
         """
-        if client != self.last_client:
-            self.engine.forget()
-            self.windows = {}
-            self.last_client = client
         room = self.context - max(options.sampling.max_tokens, 1)
         newline = newline_at(prefix, suffix or "")
         shapers = [Shaper(suffix or "", options, partial(on_text, i), newline)

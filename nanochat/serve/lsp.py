@@ -34,13 +34,11 @@ _INCLUDE = re.compile(r"""^[ \t]*\#[ \t]*include[ \t]*["<]([^">\n\0]+)[">]""", r
 TextDocument.lines = property(lambda document: tuple(_LINE.findall(document.source)))
 
 
-def make_language_server(url, api_key=None):
+def make_language_server(url):
     """Returns a language server that asks the completion server at `url`. Raises BadInput if that is no address."""
     headers = {"Content-Type": "application/json",
                # Of several editors, none replaces the waiting requests of another.
                "User-Agent": f"nanochat-lsp/{os.getpid()}"}
-    if api_key:
-        headers["Authorization"] = f"Bearer {api_key}"
     if not re.fullmatch(r"https?://(\[[\da-fA-F:]+\]|[\w.-]+)(:\d+)?/?", url):
         raise BadInput(f"--url={url} is no address of a server: give one such as http://127.0.0.1:8012")
     client = httpx.AsyncClient(base_url=url, headers=headers, timeout=TIMEOUT_S, trust_env=False)

@@ -1,15 +1,13 @@
 """The requests and answers of editors' protocols.
 
-Unknown fields of a client are ignored, and null counts as a missing field. Known ones that the server cannot heed are
-refused, because the text would be another than the client asked for.
+Fields of a client that are not here are ignored, and null counts as a missing field.
 """
 import secrets
 import time
 import uuid
-from typing import Annotated, Literal
+from typing import Annotated
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from nanochat.infer.sample import Sampling
 from nanochat.serve.completer import Options
@@ -28,13 +26,6 @@ def as_list(value):
     return [value] if isinstance(value, str) else value
 
 
-def as_neutral(value):
-    """Returns a value that asks for nothing, such as 0 or {}. Refuses every other."""
-    if value:
-        raise PydanticCustomError("unheeded", "this server cannot do that: leave it out")
-    return value
-
-
 def refusal(error):
     """Returns what a ValidationError finds wrong first, in words that repeat nothing of the request."""
     first = error.errors(include_url=False, include_input=False)[0]
@@ -48,7 +39,6 @@ Temperature = Annotated[float, Field(ge=0, le=2)]
 Probability = Annotated[float, Field(ge=0, le=1)]
 Count = Annotated[int, Field(ge=1, le=8)]
 Seed = Annotated[int, Field(ge=-2**63, lt=2**64)]
-Unheeded = Annotated[object, AfterValidator(as_neutral)]
 
 
 class Body(BaseModel):
@@ -60,13 +50,6 @@ class Body(BaseModel):
         if not isinstance(data, dict):
             return data
         return {key: value for key, value in data.items() if value is not None}
-
-
-class RequestBody(Body):
-    """What several protocols know, and this server does not."""
-    frequency_penalty: Unheeded = 0
-    presence_penalty: Unheeded = 0
-    logit_bias: Unheeded = None
 
 
 def make_options(max_tokens, num_samples=1, temperature=None, seed=None, top_p=1.0, top_k=40, stop=(), **others):
@@ -88,7 +71,7 @@ class ExtraFile(Body):
     text: Text = ""
 
 
-class InfillBody(RequestBody):
+class InfillBody(Body):
     input_prefix: Text = ""
     input_suffix: Text = ""
     input_extra: list[ExtraFile] = Field([], max_length=256)
@@ -105,9 +88,6 @@ class InfillBody(RequestBody):
     t_max_predict_ms: float = -1.0
     response_fields: list[Text] = Field([], max_length=64)
     id_slot: int = -1
-    grammar: Unheeded = ""
-    json_schema: Unheeded = None
-    n_probs: Unheeded = 0
 
     def options(self, most_tokens):
         max_tokens = most_tokens if self.n_predict < 0 else min(self.n_predict, most_tokens)
@@ -150,11 +130,7 @@ def only_fields(answer, names):
 # The tokens of gaps before the prefix, before the suffix and at the end, as Zed and others write them into the prompt.
 GAP_TOKENS = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # this model, Qwen2.5-Coder, CodeGemma
-    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, Granite
-    ("<PRE> ", " <SUF>", " <MID>"),  # CodeLlama
-    (" <PRE> ", " <SUF>", " <MID>"),
-    ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # DeepSeek-Coder
-    ("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),  # GLM
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, and Continue for other models
 )
 
 
@@ -173,7 +149,7 @@ class StreamOptions(Body):
     include_usage: bool = False
 
 
-class CompletionBody(RequestBody):
+class CompletionBody(Body):
     prompt: Annotated[list[Text], BeforeValidator(as_list), Field(min_length=1, max_length=1)] = [""]
     suffix: Text | None = None
     max_tokens: int = Field(16, ge=0)
@@ -182,11 +158,8 @@ class CompletionBody(RequestBody):
     n: Count = 1
     stop: Stop = []
     seed: Seed | None = None
-    echo: bool = False
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
-    logprobs: Unheeded = 0
-    best_of: Literal[1] = 1
 
     @model_validator(mode="after")
     def _read_gap(self):

@@ -5,26 +5,27 @@
 | `/infill`               | llama.cpp's    | llama.vim, llama.vscode, scripts.lsp, the page at / |
 | `/v1/completions`       | OpenAI's       | openai, Zed, Continue, minuet                       |
 
-It logs and keeps no text of a user, except the tokens of the last prompt, which the engine holds until another client
-asks.
+It logs and keeps no text of a user, except the tokens of the last prompt.
 """
-import asyncio
 import json
 import logging
 import math
+import socket
 from importlib.resources import files
 
+import uvicorn
 from fastapi import Depends, FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
+from nanochat.common import BadInput
 from nanochat.serve import protocols
 from nanochat.serve.access import Refused, check_access, error_answer
 from nanochat.serve.model_thread import ModelThread
 
 MAX_BODY_BYTES = 1 << 20  # a model reads some 10 kB of text at most
-BODY_TIMEOUT_S = 10
+KEEP_ALIVE_S = 75  # longer than a person's pause, after which an editor reuses its connection
 
 log = logging.getLogger(__name__)
 
@@ -32,23 +33,19 @@ log = logging.getLogger(__name__)
 class Server:
     """The handlers of all paths, and what they share."""
 
-    def __init__(self, completer, *, name, max_tokens, timeout_s, body_timeout_s=BODY_TIMEOUT_S):
-        """name: of the model, for clients. The others limit each request; max_tokens: at most half of the context;
-        body_timeout_s: the arrival of its body."""
+    def __init__(self, completer, *, name, max_tokens, timeout_s):
+        """name: of the model, for clients. The others limit each request; max_tokens: at most half of the context."""
         self.completer = completer
         self.name = name
         self.max_tokens = max_tokens
         self.timeout_s = timeout_s
-        self.body_timeout_s = body_timeout_s
         self.thread = ModelThread()
 
     def events(self, request, prefix, suffix, extra, options, slot=None):
         """Returns the Job.events of a completion, whose last one is a Completion. slot: of the program that asks; its
         newer request replaces a waiting one of the same slot. Raises Refused."""
-        program = request.client and request.client.host, request.headers.get("user-agent")
-
         def work(job):
-            completion = self.completer.complete(prefix, suffix, extra, options, job.on_text, job.keep_going, program)
+            completion = self.completer.complete(prefix, suffix, extra, options, job.on_text, job.keep_going)
             # Here, because most completions of editors are aborted, and those are logged, too.
             timings = completion.timings
             log.info("%s: %d tokens of prompt, %d of them read in %.0f ms; %d generated of at most %d in %.0f ms",
@@ -56,13 +53,13 @@ class Server:
                      completion.num_tokens, options.sampling.max_tokens, timings.predicted_ms)
             return completion
 
-        client = None if slot is None else (program, slot)
+        client = None if slot is None else (request.headers.get("user-agent"), slot)
         return self.thread.start(work, client, self.timeout_s).events(request)
 
     # --- llama.cpp
 
     async def infill(self, request: Request):
-        body = await read_body(request, protocols.InfillBody, self.body_timeout_s)
+        body = await read_body(request, protocols.InfillBody)
         options = body.options(self.max_tokens)
         samples = range(options.sampling.num_samples)
         is_warm_up = body.n_predict == 0
@@ -89,10 +86,9 @@ class Server:
     # --- OpenAI
 
     async def completions(self, request: Request):
-        body = await read_body(request, protocols.CompletionBody, self.body_timeout_s)
+        body = await read_body(request, protocols.CompletionBody)
         answer = protocols.new_answer("text_completion", self.name)
         [prompt] = body.prompt
-        shown = prompt if body.echo else ""
 
         def chunk(i, text):
             return answer | {"choices": [protocols.completion_choice(i, text)]}
@@ -106,13 +102,9 @@ class Server:
 
         events = self.events(request, prompt, body.suffix, [], body.options(self.max_tokens))
         if body.stream:
-            first = []
-            if shown:
-                first = [chunk(i, shown) for i in range(body.n)]
-            return await stream(events, chunk, last, first)
+            return await stream(events, chunk, last)
         completion = await finished(events)
-        choices = [protocols.completion_choice(i, shown + completion.texts[i], completion.reasons[i])
-                   for i in range(body.n)]
+        choices = [protocols.completion_choice(i, completion.texts[i], completion.reasons[i]) for i in range(body.n)]
         return JSONResponse(answer | {"usage": protocols.usage(completion), "choices": choices})
 
     # --- without the model
@@ -130,15 +122,35 @@ class Server:
                                        "connect-src 'self'; frame-ancestors 'none'"})
 
 
-def make_app(server, api_key=None):
-    """Returns the FastAPI application. api_key: the bearer token of clients, except for the page and /health."""
-    async def check(request: Request):
-        check_access(request, api_key)
+def listen(port):
+    """Returns a socket that listens at 127.0.0.1. Raises BadInput."""
+    # With IPPROTO_TCP, asyncio sets TCP_NODELAY. Without it, some answers wait 40 ms for the client.
+    listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(("127.0.0.1", port))
+        listening.listen()
+    except OSError as error:
+        listening.close()
+        raise BadInput(f"--port={port}: {error.strerror}: choose another port; 0: a free one") from None
+    return listening
 
+
+def make_runner(server):
+    """Returns the uvicorn.Server of a Server: run(sockets=[…]) serves until a signal, or until `should_exit`."""
+    # uvicorn's log of requests would show queries; the server logs each completion itself. A lifespan, which the
+    # application does without, would log a second Ctrl-C as a failure.
+    return uvicorn.Server(uvicorn.Config(
+        make_app(server), log_config=None, access_log=False, log_level="warning", ws="none", lifespan="off",
+        timeout_graceful_shutdown=2, timeout_keep_alive=KEEP_ALIVE_S))
+
+
+def make_app(server):
+    """Returns the FastAPI application."""
     # openapi_url: its documentation loads scripts of another site.
-    app = FastAPI(openapi_url=None, dependencies=[Depends(check)])
+    app = FastAPI(openapi_url=None, dependencies=[Depends(check_access_of)])
     for path, handler in {"/": server.page, "/health": server.health, "/v1/models": server.models}.items():
-        app.api_route(path, methods=["GET", "HEAD"])(handler)
+        app.get(path)(handler)
     app.post("/infill")(server.infill)
     app.post("/v1/completions")(server.completions)
     app.add_exception_handler(Refused, answer_refused)
@@ -148,6 +160,10 @@ def make_app(server, api_key=None):
 
 
 # Requests and answers
+
+
+async def check_access_of(request: Request):
+    check_access(request)
 
 
 def answer_refused(request, error):
@@ -162,14 +178,12 @@ def answer_failure(request, error):
     return error_answer(500, f"the server failed ({type(error).__name__}): its log says where")
 
 
-async def read_body(request, model, timeout_s):
+async def read_body(request, model):
     """Returns the request's JSON as a `model`. Raises Refused, whose message repeats nothing of the request."""
     try:
         # Python makes no int of more than 4300 digits.
-        data = json.loads(await asyncio.wait_for(read_bytes(request), timeout_s),
+        data = json.loads(await read_bytes(request),
                           parse_int=lambda digits: int(digits) if len(digits) < 4300 else math.inf)
-    except asyncio.TimeoutError:
-        raise Refused(408, f"the request's body did not arrive within {timeout_s:g} s") from None
     except (ValueError, RecursionError):  # ValueError also for other bytes than UTF-8
         raise Refused(400, "the request's body is not JSON in UTF-8") from None
     try:
@@ -199,12 +213,10 @@ async def finished(events):
     return completion
 
 
-async def stream(events, chunk, last, first=()):
-    """Returns the answer that streams `first`, each chunk(sample, text) and last(completion) as server-sent events.
-    Raises Refused if the model could not begin."""
+async def stream(events, chunk, last):
+    """Returns the answer that streams each chunk(sample, text) and last(completion) as server-sent events. Raises
+    Refused if the model could not begin."""
     async def lines(event):
-        for data in first:
-            yield f"data: {json.dumps(data)}\n\n"
         try:
             while isinstance(event, tuple):
                 yield f"data: {json.dumps(chunk(*event))}\n\n"

@@ -1,5 +1,4 @@
 """A tiny model that has learnt to fill in the middle of one C++ file, and a server of it."""
-import socket
 import threading
 import time
 from contextlib import contextmanager
@@ -19,8 +18,7 @@ from nanochat.kernels.choose import get_kernels
 from nanochat.model.config import GPTConfig
 from nanochat.model.gpt import GPT
 from nanochat.serve.completer import Completer
-from nanochat.serve.connections import make_runner
-from nanochat.serve.server import Server, make_app
+from nanochat.serve.server import Server, listen, make_runner
 from tests.infer.test_engine import make_model, save_model
 
 SOURCE = """\
@@ -78,13 +76,12 @@ def completer(gap_run, byte_tokenizer_dir):
 
 
 @contextmanager
-def serving(completer, api_key=None, max_tokens=64, timeout_s=60.0, body_timeout_s=10, **options):
-    """Yields an httpx.Client of a server in a thread of this process, and the Server. options: of make_runner."""
-    server = Server(completer, name="tiny", max_tokens=max_tokens, timeout_s=timeout_s,
-                    body_timeout_s=body_timeout_s)
-    with socket.create_server(("127.0.0.1", 0)) as listening:
+def serving(completer, max_tokens=64, timeout_s=60.0):
+    """Yields an httpx.Client of a server in a thread of this process, and the Server."""
+    server = Server(completer, name="tiny", max_tokens=max_tokens, timeout_s=timeout_s)
+    with listen(0) as listening:
         url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-        runner = make_runner(make_app(server, api_key), api_key, timeout_keep_alive=600, **options)
+        runner = make_runner(server)
         thread = threading.Thread(target=runner.run, kwargs={"sockets": [listening]})
         thread.start()
         try:
@@ -117,7 +114,7 @@ class SlowCompleter:
         self.begun, self.go_on, self.asked = threading.Event(), threading.Event(), 0
         self.prefixes, self.extras = [], []
 
-    def complete(self, prefix, suffix, extra, options, on_text, keep_going, client):
+    def complete(self, prefix, suffix, extra, options, on_text, keep_going):
         self.prefixes.append(prefix)
         self.extras.append(extra)
 
@@ -127,7 +124,7 @@ class SlowCompleter:
             self.go_on.wait(timeout=0.04)
             return keep_going()
 
-        return self.completer.complete(prefix, suffix, extra, options, on_text, slow_keep_going, client)
+        return self.completer.complete(prefix, suffix, extra, options, on_text, slow_keep_going)
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,4 @@
 """The server gets what no client should send, and what would wear it out; and the script is run as a person does."""
-import contextlib
 import gc
 import json
 import logging
@@ -12,7 +11,6 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import replace
 
 import httpx
 import pytest
@@ -25,8 +23,7 @@ JSON = {"Content-Type": "application/json"}
 PATHS = {
     "/infill": VIM | {"input_prefix": SECRET + "\n", "n_predict": 2},
     "/v1/completions": {"prompt": SECRET, "suffix": "\n", "max_tokens": 2, "temperature": 0.5, "top_p": 0.9, "n": 1,
-                        "stop": ["x"], "seed": 1, "echo": True, "stream": False, "stream_options": {}, "user": "me",
-                        "logprobs": None, "best_of": 1}}
+                        "stop": ["x"], "seed": 1, "stream": False, "stream_options": {}, "user": "me"}}
 ODD = [None, True, False, 0, -1, 1, 2**31, -2**63, 2**64, 10**400, 1e308, -0.0, 0.5, "", "nan", "\ud800", "a\udfffb",
        "\0", "é漢🎉", "x" * 5000, " " * 5000, "\n" * 5000, "}" * 300, [], [None], [[]], ["a"] * 40, [1, 2, 3], {},
        {"a": {}}, [{"text": "\ud83d"}], {"prefix": None}, "<|fim_middle|><|bos|>", SECRET * 100]
@@ -80,7 +77,7 @@ def test_odd_requests_get_an_answer_and_never_a_500(completer, caplog):
     assert not [record for record in records if SECRET in record.getMessage() + str(record.exc_info)]
 
 
-def test_a_body_that_is_too_long_or_does_not_come_is_refused(client, completer):
+def test_a_body_that_is_too_long_is_refused(client):
     def endless():
         while True:
             yield b" " * (1 << 16)
@@ -90,11 +87,6 @@ def test_a_body_that_is_too_long_or_does_not_come_is_refused(client, completer):
     except httpx.WriteError:  # the server has closed the connection while more was sent
         pass
     assert client.post("/infill", content=b" " * ((1 << 20) + 1), headers=JSON).status_code == 413
-    with serving(completer, body_timeout_s=0.2) as (hasty, _):
-        with socket.create_connection((hasty.base_url.host, hasty.base_url.port), timeout=30) as connection:
-            connection.sendall(b"POST /infill HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-                               b"Content-Length: 50\r\n\r\n{")
-            assert connection.recv(1 << 16).startswith(b"HTTP/1.1 408")
 
 
 def test_what_is_not_there_gets_the_same_kind_of_error(client):
@@ -118,39 +110,6 @@ def test_memory_does_not_grow_while_text_is_typed(completer):
     assert counts[3] - counts[1] < 25, counts  # fewer than one object in two requests
 
 
-def test_connections_on_which_nothing_comes_keep_nobody_out(completer):
-    begun = [b"", b"POST /infill HT", b"GET /health HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999\r\n\r\n{"]
-    with (serving(replace(completer, copies=False), request_timeout_s=1, max_connections=7) as (client, _),
-          contextlib.ExitStack() as stack):
-        address = (client.base_url.host, client.base_url.port)
-        waiting = [stack.enter_context(socket.create_connection(address, timeout=30)) for _ in range(6)]
-        for connection, text in zip(waiting, begun * 2, strict=True):
-            connection.sendall(text)
-        deadline = time.monotonic() + 30
-        while open_now := [connection for connection in waiting if not has_ended(connection)]:
-            assert time.monotonic() < deadline, "the server waits for ever for what does not come"
-            for connection in open_now:
-                with contextlib.suppress(OSError):
-                    connection.sendall(b"x")  # a byte now and then, for ever
-            time.sleep(0.1)
-        assert client.get("/health").json() == {"status": "ok"}
-        time.sleep(1.2)  # the timers of a connection that has had its answer are over
-        assert client.post("/infill", json=VIM).json()["content"] == "urn a + b;"
-
-
-def has_ended(connection):
-    """Returns whether the server has closed a connection; what it answered before is read."""
-    connection.setblocking(False)
-    try:
-        while connection.recv(1 << 16):
-            pass
-        return True
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
-
-
 # scripts/serve.py
 
 
@@ -166,19 +125,15 @@ def run_script(base_dir, *flags, **options):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how, status", [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)])
-def test_the_script_says_where_it_listens_and_ends_at_a_signal(gap_run, byte_tokenizer_dir, tmp_path, how, status):
-    (tmp_path / "key").write_text("secret\n")
-    process = run_script(gap_run, "--checkpoint=tiny", f"--tokenizer_dir={byte_tokenizer_dir}",
-                         f"--api_key_file={tmp_path / 'key'}", "--no_copies")
+def test_the_script_says_where_it_listens_and_ends_at_a_signal(gap_run, byte_tokenizer_dir, how, status):
+    process = run_script(gap_run, "--checkpoint=tiny", f"--tokenizer_dir={byte_tokenizer_dir}", "--no_copies")
     watchdog = threading.Timer(120, process.kill)
     watchdog.start()
     try:
         assert re.search("^loading .*tiny.*, step 150$", process.stderr.readline())
         line = process.stderr.readline()
         url = re.search(r"^on cpu, completions of at most 128 tokens. Open (http://127.0.0.1:\d+/)$", line)[1]
-        assert httpx.post(f"{url}infill", json=VIM, timeout=60).status_code == 401
-        answer = httpx.post(f"{url}infill", json=VIM, timeout=60, headers={"Authorization": "Bearer secret"}).json()
-        assert answer["content"] == "urn a + b;"
+        assert httpx.post(f"{url}infill", json=VIM, timeout=60).json()["content"] == "urn a + b;"
         process.send_signal(how)
         time.sleep(0.1)
         process.send_signal(how)  # an impatient person: it must say nothing more
@@ -191,23 +146,12 @@ def test_the_script_says_where_it_listens_and_ends_at_a_signal(gap_run, byte_tok
 
 
 @pytest.mark.parametrize("flags, message", [
-    (["--host=0.0.0.0"], "give an --api_key"), (["--host=::"], "give an --api_key"),
-    (["--host=example.com"], "--host=example.com is not an IP address"),
-    (["--api_key="], "--api_key must be"), (["--api_key=clé"], "--api_key must be"),
-    (["--api_key=x", "--api_key_file=y"], "both given"), (["--api_key_file=missing"], "missing cannot be read"),
     (["--port=70000"], "--port=70000 is not a whole number"), (["--checkpoint=missing"], "no checkpoint at missing")])
 def test_the_script_refuses_bad_input(flags, message, base_dir):
     from nanochat.common import BadInput
     from scripts.serve import main
     with pytest.raises(BadInput, match=message):
         main(["--port=0", *flags])
-
-
-def test_the_key_is_also_taken_from_the_environment(base_dir, monkeypatch):
-    from scripts.serve import ServerFlags
-    assert ServerFlags().read_key() is None
-    monkeypatch.setenv("NANOCHAT_API_KEY", "secret")
-    assert ServerFlags().read_key() == "secret" and ServerFlags(api_key="mine").read_key() == "mine"
 
 
 def test_more_tokens_than_half_of_the_context_are_refused_before_the_model_is_loaded(gap_run, monkeypatch, capsys):

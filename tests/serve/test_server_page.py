@@ -128,15 +128,6 @@ def test_escape_and_moving_the_cursor_take_the_completion_away(browser, client):
     assert browser.value("document.getElementById('before').innerHTML") == "&lt;b&gt;&amp;amp;"
 
 
-def test_with_a_key_the_page_asks_for_it(browser, completer):
-    with serving(completer, api_key="secret") as (client, _):
-        browser.call("Page.navigate", url=str(client.base_url))
-        browser.wait_for("document.getElementById('status')?.textContent.includes('--api_key')")
-        assert browser.value("document.getElementById('key_label').hidden") is False
-        browser.value("document.getElementById('key').value = 'secret'; askSoon()")
-        browser.wait_for("/ tokens in /.test(document.getElementById('status').textContent)")
-
-
 @pytest.fixture
 def other_site(tmp_path):
     """The port of a server whose page has a form of plain text."""
