@@ -26,13 +26,6 @@ class Flags:
     out_dir: Path | None = flag(None, "default: $NANOCHAT_BASE_DIR/puzzles", of=expand_path)
 
 
-def about(puzzles):
-    """Returns a description of puzzles, a list of (puzzle, solution, guesses)."""
-    guesses = np.array([guesses for _, _, guesses in puzzles])
-    filled = np.mean([np.count_nonzero(puzzle) for puzzle, _, _ in puzzles])
-    return f"{filled:.1f} digits and {guesses.mean():.1f} guesses on average, {np.mean(guesses > 0):.0%} need some"
-
-
 def main(argv=None):
     (flags,) = common.read_flags(argv, __doc__, {Flags: "flags"})
     rows, columns = map(int, flags.box.split("x"))
@@ -43,8 +36,9 @@ def main(argv=None):
     with common.locked(out_dir / ".lock", refusal):
         splits = make_splits(maker, {"train": flags.train, "val": flags.val})
         write_puzzles(out_dir, maker.box, splits)
-    print(f"{out_dir}: {len(splits['train']):,} puzzles to train on, {len(splits['val']):,} held out: "
-          f"{about(splits['val'])}")
+    filled = np.mean([np.count_nonzero(puzzle) for puzzle, _ in splits["val"]])
+    print(f"{out_dir}: {len(splits['train']):,} puzzles to train on, {len(splits['val']):,} held out, "
+          f"{filled:.1f} digits on average")
 
 
 if __name__ == "__main__":

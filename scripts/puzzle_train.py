@@ -1,8 +1,7 @@
 """Trains a Tiny Recursive Model (arXiv 2510.04871) to solve Sudokus, on every chip of a TPU VM or on this machine:
 
     python3 -m scripts.prepare_puzzles --box=2x2
-    python3 -m scripts.puzzle_train --run=sudoku4 --hidden=64 --heads=2 --mixer=mlp --prefix=4 --recursions=1 \\
-        --cycles=1 --supervision_steps=8 --optimizer=muon --lr=0.003 --loss=softmax --ema=0.98 --num_iterations=300
+    python3 -m scripts.puzzle_train --run=sudoku4 --hidden=64 --supervision_steps=4 --ema=0.95 --num_iterations=300
 
 A run whose name has a checkpoint resumes from it, in the middle of its episodes. docs/puzzles.md says more.
 """

@@ -12,7 +12,7 @@ from nanochat.device.collectives import all_reduce_sum
 from nanochat.device.mesh import Mesh
 from nanochat.device.programs import one_program
 from nanochat.model.models import UNDIVIDED
-from nanochat.model.rates import AdamW, muon_momentum
+from nanochat.model.rates import ADAM_EPS, AdamW, muon_momentum
 
 MUON_BETA2 = 0.95
 # Factors a, b, c of each step of Polar Express (arXiv 2505.16932), for matrices whose largest singular value is at most
@@ -49,7 +49,7 @@ class ByAdamW(NamedTuple):
         average_square = state["second_moment"].lerp(gradient.square(), 1 - beta2)
         if self.rates.weight_decay:
             weight = weight * (1 - lr * self.rates.weight_decay)
-        step = self.rates.step(lr, average / scheduled.bias1, (average_square / scheduled.bias2).sqrt())
+        step = lr * (average / scheduled.bias1) / ((average_square / scheduled.bias2).sqrt() + ADAM_EPS)
         return weight - step, {"momentum": average, "second_moment": average_square}
 
 

@@ -1,6 +1,5 @@
 """Learning rates: how high, for which parameter, and their schedule."""
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from nanochat.common import flag
@@ -94,17 +93,11 @@ def decay_rate(weight_decay, matrix_lr, num_steps):
     return -math.expm1(-weight_decay / num_steps) / matrix_lr
 
 
-def adam_step(lr, average, root):
-    """Returns AdamW's step: the `average` gradient over the `root` of the average square."""
-    return lr * average / (root + ADAM_EPS)
-
-
 @dataclass(frozen=True)
 class AdamW:
     """How one parameter is updated by AdamW (arXiv 1711.05101)."""
     lr: float
     weight_decay: float = 0.0
-    step: Callable = adam_step
 
 
 @dataclass(frozen=True)

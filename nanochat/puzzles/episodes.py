@@ -6,7 +6,6 @@ import torch.nn.functional as F
 
 from nanochat.device.collectives import all_reduce_sum
 from nanochat.device.programs import one_program
-from nanochat.puzzles.trm import cross_entropy
 
 LOSSES = ("loss", "cell_loss", "halt_loss", "exact", "halted", "episode_steps")  # of EpisodeLoss
 
@@ -26,7 +25,6 @@ def empty_carry(config, slots, dtype, device):
 class EpisodeLoss:
     """One supervision step of all slots, as the loss of an Objective (train/step.py)."""
     max_steps: int  # of an episode
-    is_stablemax: bool
 
     def __call__(self, model, carry, puzzle, solution, min_steps):
         # The feed brings a new puzzle for every slot at every step; free slots take it. So all shapes are fixed, and
@@ -44,7 +42,8 @@ class EpisodeLoss:
         first_y, first_z = model.starts(len(puzzle))
         y, z, logits, halt = model(puzzle, begun("y", first_y), begun("z", first_z))
         is_right = (logits.argmax(-1) == solution).all(-1)
-        cell_loss = cross_entropy(logits, solution, self.is_stablemax).mean(-1)  # (slots,)
+        one_hot = F.one_hot(solution.long(), logits.size(-1)).to(logits.dtype)  # no gather, which would scatter back
+        cell_loss = (logits.logsumexp(-1) - (logits * one_hot).sum(-1)).mean(-1)  # (slots,), in nats
         halt_loss = F.binary_cross_entropy_with_logits(halt, is_right.float(), reduction="none")
         loss = cell_loss + 0.5 * halt_loss
         # `halt` is a logit: above 0, the model thinks that the answer is probably right. A loss that is not finite also

@@ -12,30 +12,24 @@ class PuzzleFlags:
     total_batch_size: int = flag(64, "puzzles in a step", at_least=1, at_most=2**20)
     supervision_steps: int = flag(16, "most steps of an episode; in evaluation, all", at_least=1, at_most=1000)
     explore: float = flag(0.1, "share of episodes with a random minimum of steps", at_least=0, at_most=1)
-    loss: str = flag("stablemax", "stablemax or softmax", choices=("stablemax", "softmax"))
     eval_puzzles: int = flag(1024, "puzzles of an evaluation, at most", at_least=1, at_most=10**6)
 
 
 @dataclass(frozen=True)
 class RecursionFlags:
-    hidden: int = flag(512, "width", at_least=2, at_most=2**16)
+    hidden: int = flag(96, "width", at_least=2, at_most=2**16)
     layers: int = flag(2, "layers of the network", at_least=1, at_most=1000)
-    heads: int = flag(8, "attention heads", at_least=1, at_most=2**10)
-    mixer: str = flag("attention", "over the positions: attention or mlp", choices=("attention", "mlp"))
-    recursions: int = flag(6, "updates of the latent in a cycle (n)", at_least=1, at_most=1000)
-    cycles: int = flag(3, "cycles in a supervision step; the last has a gradient (T)", at_least=1, at_most=1000)
-    prefix: int = flag(16, "learned positions before the cells", at_least=1, at_most=1000)
+    recursions: int = flag(1, "updates of the latent in a cycle (n)", at_least=1, at_most=1000)
+    cycles: int = flag(1, "cycles in a supervision step; the last has a gradient (T)", at_least=1, at_most=1000)
+    prefix: int = flag(4, "learned positions before the cells", at_least=1, at_most=1000)
 
 
 @dataclass(frozen=True)
 class UpdateFlags:
-    optimizer: str = flag("atan2", "atan2: AdamW-atan2 for all; muon: Muon for the matrices, AdamW for the others",
-                          choices=("atan2", "muon"))
-    lr: float = flag(1e-4, "learning rate of AdamW", at_least=0)
-    matrix_lr: float = flag(0.02, "learning rate of Muon", at_least=0)
-    weight_decay: float = flag(1.0, "weight decay of AdamW-atan2", at_least=0)
-    warmup_steps: int = flag(2000, "steps in which the learning rates rise", at_least=0)
-    warmdown_ratio: float = flag(0.0, "fraction of the run in which the learning rates fall", at_least=0, at_most=1)
+    lr: float = flag(0.003, "learning rate of AdamW", at_least=0)
+    matrix_lr: float = flag(0.02, "learning rate of Muon, of the matrices", at_least=0)
+    warmup_steps: int = flag(10, "steps in which the learning rates rise", at_least=0)
+    warmdown_ratio: float = flag(0.5, "fraction of the run in which the learning rates fall", at_least=0, at_most=1)
     final_lr_frac: float = flag(0.05, "final fraction of the learning rates", at_least=0, at_most=1)
     ema: float = flag(0.999, "decay of the averaged weights, which are evaluated", above=0, below=1)
 

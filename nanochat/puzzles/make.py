@@ -22,7 +22,7 @@ class Maker:
     seed: int
 
     def make(self, number):
-        """Returns puzzle `number` as (puzzle, solution, guesses)."""
+        """Returns puzzle `number` as (puzzle, solution)."""
         return sudoku.generate(*self.box, f"{self.seed} {number}")
 
 
@@ -48,7 +48,7 @@ def make_splits(maker, sizes):
                 break
             new = list(pool.map(maker.make, range(made, made + missing), chunksize=16))
             made += missing
-            fingerprints = sudoku.fingerprints(np.array([puzzle for puzzle, _, _ in new]), *maker.box)
+            fingerprints = sudoku.fingerprints(np.array([puzzle for puzzle, _ in new]), *maker.box)
             progress.update(_split(new, fingerprints, found, sizes))
     if any(len(found[name]) < sizes[name] for name in sizes):
         raise BadInput(f"--train={sizes['train']} and --val={sizes['val']}: only {len(found['train'])} and "

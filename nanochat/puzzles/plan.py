@@ -6,7 +6,7 @@ import torch
 from nanochat.common import BadInput
 from nanochat.model.rates import AdamW, Rules
 from nanochat.puzzles import trm
-from nanochat.puzzles.trm import Block, TRMConfig
+from nanochat.puzzles.trm import TRMConfig
 
 BETAS = (0.9, 0.95)
 OTHERS = ("embedding", "prefix", "head", "halt", "halt_bias")  # parameters besides the stacks
@@ -56,7 +56,7 @@ class PuzzlePlan:
         dtype = str(self.dtype).removeprefix("torch.")
         lines = {
             "devices": f"{self.world_size} × {self.device_type}, {dtype} compute",
-            "model": f"{config.layers} layers of {config.mixer}, width {config.hidden}, {config.positions} positions; "
+            "model": f"{config.layers} layers, width {config.hidden}, {config.positions} positions; "
                      f"{config.recursions} recursions × {config.cycles} cycles",
             "parameters": f"{sum(self.parameters.values()):,}",
             "batch": f"{self.total_batch_size:,} puzzles = {self.slots} × {self.world_size} devices, up to "
@@ -75,24 +75,12 @@ def make_plan(flags, puzzles, device_type, world_size):
         below = max(total // world_size, 1) * world_size
         above = (total // world_size + 1) * world_size
         raise BadInput(f"--total_batch_size={total} does not divide by {world_size} devices: use {below} or {above}")
-    config = TRMConfig(puzzles.vocab_size, puzzles.side ** 2, model.hidden, model.layers, model.heads, model.mixer,
-                       model.recursions, model.cycles, model.prefix)
+    config = TRMConfig(puzzles.vocab_size, puzzles.side ** 2, **vars(model))
     return PuzzlePlan(config, flags.puzzles.num_iterations, total, flags.devices.dtype_on(device_type),
                       flags.devices.is_sharded_on(device_type), device_type, world_size)
 
 
-def atan2_step(lr, average, root):
-    """Returns the step of AdamW-atan2 (arXiv 2407.05872), equal for gradients of any scale."""
-    return lr * torch.atan2(average, root)
-
-
 def make_rules(flags, plan):
     """Returns the Rules of the optimizer for UpdateFlags and a PuzzlePlan."""
-    if flags.optimizer == "atan2":
-        adam = dict.fromkeys((*Block._fields, *OTHERS), AdamW(flags.lr, flags.weight_decay, atan2_step))
-        matrix_lr = 0.0
-    else:
-        adam = dict.fromkeys(OTHERS, AdamW(flags.lr))
-        matrix_lr = flags.matrix_lr
-    return Rules(adam, matrix_lr, 0.0, flags, plan.num_iterations, BETAS, average_decay=flags.ema,
-                 matrix_dtype=plan.dtype)
+    return Rules(dict.fromkeys(OTHERS, AdamW(flags.lr)), flags.matrix_lr, 0.0, flags, plan.num_iterations, BETAS,
+                 average_decay=flags.ema, matrix_dtype=plan.dtype)

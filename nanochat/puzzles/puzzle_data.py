@@ -1,7 +1,7 @@
 """Puzzles on disk, and the puzzles of a step, which only seed, step and slot determine.
 
 A folder of puzzles has train.parquet and val.parquet with the columns `puzzle` and `solution` (lists of tokens of one
-length) and `guesses`, and puzzles.json, which describes them. Token 0 is an empty cell.
+length), and puzzles.json, which describes them. Token 0 is an empty cell.
 """
 import hashlib
 import json
@@ -18,7 +18,7 @@ from nanochat.device.ranks import Dist
 from nanochat.puzzles import sudoku
 
 DESCRIPTION = "puzzles.json"
-COLUMNS = ("puzzle", "solution", "guesses")
+COLUMNS = ("puzzle", "solution")
 KIND = "sudoku"
 LETTERS = ".123456789ABCDEFG"  # of an empty cell and the digits, for a person
 
@@ -28,7 +28,6 @@ class Puzzles:
     box: tuple  # (rows, columns)
     puzzles: np.ndarray  # whole numbers (N, cells)
     solutions: np.ndarray  # (N, cells)
-    guesses: np.ndarray  # (N,)
     fingerprint: str  # of the file
 
     @property
@@ -48,16 +47,13 @@ class Puzzles:
 
 
 def write_puzzles(folder, box, splits):
-    """Writes {"train": [(puzzle, solution, guesses), …], "val": …} to a folder."""
+    """Writes {"train": [(puzzle, solution), …], "val": …} to a folder."""
     folder = Path(folder)
     # Each file is whole before it gets its name, and the description comes last: a folder without it has no puzzles. So
     # a kill never leaves new puzzles under the old description.
     (folder / DESCRIPTION).unlink(missing_ok=True)
     for name, rows in splits.items():
-        columns = {}
-        for number, column in enumerate(COLUMNS):
-            columns[column] = [row[number] for row in rows]
-        table = pa.table(columns)
+        table = pa.table(dict(zip(COLUMNS, map(list, zip(*rows, strict=True)), strict=True)))
         with written_whole(folder / f"{name}.parquet") as unfinished:
             pq.write_table(table, unfinished, compression="zstd")
     description = {"kind": KIND, "shape": box, "puzzles": {name: len(rows) for name, rows in splits.items()}}

@@ -1,4 +1,4 @@
-"""Sudoku of any box: a generator of minimal puzzles, a solver that counts its guesses, symmetries.
+"""Sudoku of any box: a generator of minimal puzzles, a solver, symmetries.
 
 A box of 2 × 3 has two rows and three columns; its grid is 6 × 6, with the digits 1 to 6. A grid is a flat list of
 cells, row by row, with 0 for an empty one.
@@ -24,12 +24,12 @@ def units_of_cells(rows, columns):
 
 
 def solve(puzzle, rows, columns, limit=2, shuffle=None):
-    """Returns (a list of at most `limit` solutions, the number of guesses). It fills the cell with the fewest possible
-    digits first; a guess is a cell with several. shuffle: a random.Random that draws the order of digits."""
+    """Returns a list of at most `limit` solutions. It fills the cell with the fewest possible digits first. shuffle: a
+    random.Random that draws the order of digits."""
     search = _Search(puzzle, rows, columns, limit, shuffle)
     if search.is_consistent:
         search.fill([cell for cell, digit in enumerate(puzzle) if not digit])
-    return search.solutions, search.guesses
+    return search.solutions
 
 
 class _Search:
@@ -44,7 +44,6 @@ class _Search:
         self.grid = list(puzzle)
         self.used = [0] * (3 * self.side)
         self.solutions = []
-        self.guesses = 0
         self.is_consistent = True
         for cell, digit in enumerate(puzzle):
             if digit:
@@ -78,7 +77,6 @@ class _Search:
             return
         cell, choices = self._emptiest(empty)
         digits = [digit for digit in range(1, self.side + 1) if choices >> digit & 1]
-        self.guesses += len(digits) > 1
         if self.shuffle:
             self.shuffle.shuffle(digits)
         rest = [other for other in empty if other != cell]
@@ -93,19 +91,19 @@ class _Search:
 
 
 def generate(rows, columns, seed):
-    """Returns a minimal puzzle, its only solution, and the guesses of `solve`. Without any one of its digits, a minimal
-    puzzle has several solutions. seed: any hashable number or text."""
+    """Returns a minimal puzzle and its only solution. Without any one of its digits, a minimal puzzle has several
+    solutions. seed: any hashable number or text."""
     generator = random.Random(seed)
     cells = (rows * columns) ** 2
-    solution = solve([0] * cells, rows, columns, limit=1, shuffle=generator)[0][0]
+    solution = solve([0] * cells, rows, columns, limit=1, shuffle=generator)[0]
     puzzle = list(solution)
     # One pass is enough: a needed digit stays needed without others, because fewer digits never have fewer solutions.
     for cell in generator.sample(range(cells), cells):
         digit = puzzle[cell]
         puzzle[cell] = 0
-        if len(solve(puzzle, rows, columns)[0]) > 1:
+        if len(solve(puzzle, rows, columns)) > 1:
             puzzle[cell] = digit
-    return puzzle, solution, solve(puzzle, rows, columns, limit=1)[1]
+    return puzzle, solution
 
 
 # Symmetries: they turn a puzzle into another that is as hard

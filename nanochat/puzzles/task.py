@@ -71,7 +71,7 @@ class PuzzleTask:
     def make_step(self, model, dist):
         """Returns the TrainingStep for a model on the device of `dist`."""
         flags = self.flags.puzzles
-        objective = Objective(EpisodeLoss(flags.supervision_steps, flags.loss == "stablemax"), LOSSES)
+        objective = Objective(EpisodeLoss(flags.supervision_steps), LOSSES)
         use_compile = dist.device_type == "cuda" and not self.flags.devices.no_compile
         return TrainingStep(model, self._make_optimizer(model, dist), objective, dist,
                             carry=self._empty_carry(dist.device), use_compile=use_compile)
@@ -129,6 +129,9 @@ def make_task(flags, device_type, world_size, directory, checkpoint=None):
         for name, value in asdict(plan.config).items():
             require_same(checkpoint, {f"the model's {name}": (saved.config.get(name), value)})
         now = flags.as_dict()
-        for name in ("total_batch_size", "optimizer", "seed"):  # on which the carry and the optimizer's state depend
+        for name in ("total_batch_size", "seed"):  # on which the carry and the optimizer's state depend
             require_same(checkpoint, {f"--{name}": (saved.flags.get(name), now[name])})
+        # What older versions had, too.
+        require_same(checkpoint, {"--mixer": (saved.config.get("mixer", "mlp"), "mlp"),
+                                  "--optimizer": (saved.flags.get("optimizer", "muon"), "muon")})
     return PuzzleTask(flags, plan, puzzles.fingerprint, held_out)

@@ -1,4 +1,5 @@
-"""The Tiny Recursive Model (arXiv 2510.04871): one small network, applied to its own answer again and again.
+"""The Tiny Recursive Model (arXiv 2510.04871): one small network, applied to its own answer again and again. A SwiGLU
+mixes the positions, which the paper found better for Sudokus than attention.
 
 State: an answer y and a latent z, both (B, positions, hidden). One cycle is n times z = f(z + y + x) and then
 y = f(y + z), with the puzzle's embedding x. A supervision step runs T cycles, the last one with a gradient, and reads
@@ -12,25 +13,18 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from nanochat.common import BadInput
-from nanochat.model.layers import apply_rotary, norm, rotary_tables, split_heads
+from nanochat.model.layers import norm
 
 
 @dataclass(frozen=True)
 class TRMConfig:
     vocab_size: int
     cells: int
-    hidden: int = 512
+    hidden: int
     layers: int = 2
-    heads: int = 8
-    mixer: str = "attention"  # over the positions; "mlp": a SwiGLU
-    recursions: int = 6  # n
-    cycles: int = 3  # T
-    prefix: int = 16  # learned positions before the cells
-
-    def __post_init__(self):
-        if self.hidden % self.heads or (self.hidden // self.heads) % 2:
-            raise BadInput(f"--hidden={self.hidden} does not divide into --heads={self.heads} of an even size")
+    recursions: int = 1  # n
+    cycles: int = 1  # T
+    prefix: int = 4  # learned positions before the cells
 
     @property
     def positions(self):
@@ -55,8 +49,8 @@ class TRMConfig:
 
 class Block(NamedTuple):
     """The matrices of f. The model holds each of them as one stack over its layers, (layers, out, in)."""
-    mix_in: torch.Tensor  # query, key and value (3 C, C), or into the SwiGLU over the positions (2 I, P)
-    mix_out: torch.Tensor  # (C, C) or (P, I)
+    mix_in: torch.Tensor  # of the SwiGLU over the positions, (2 I', P)
+    mix_out: torch.Tensor  # (P, I')
     mlp_in: torch.Tensor  # (2 I, C)
     mlp_out: torch.Tensor  # (C, I)
 
@@ -80,25 +74,16 @@ class TRM(nn.Module):
         def parameter(*shape):
             return nn.Parameter(torch.empty(*shape, dtype=torch.float32))
 
-        if config.mixer == "mlp":
-            mix_in = 2 * config.inner_mix, config.positions
-            mix_out = config.positions, config.inner_mix
-        else:
-            mix_in = 3 * hidden, hidden
-            mix_out = hidden, hidden
         self.embedding = parameter(config.vocab_size, hidden)
         self.prefix = parameter(config.positions - config.cells, hidden)
-        self.mix_in = parameter(layers, *mix_in)
-        self.mix_out = parameter(layers, *mix_out)
+        self.mix_in = parameter(layers, 2 * config.inner_mix, config.positions)
+        self.mix_out = parameter(layers, config.positions, config.inner_mix)
         self.mlp_in = parameter(layers, 2 * config.inner, hidden)
         self.mlp_out = parameter(layers, hidden, config.inner)
         self.head = parameter(config.vocab_size, hidden)
         self.halt = parameter(hidden)
         self.halt_bias = parameter(1)
         self.register_buffer("start", torch.empty(2, hidden))  # of y and of z; not trained
-        cos, sin = rotary_tables(torch.arange(config.positions), hidden // config.heads)
-        self.register_buffer("cos", cos, persistent=False)
-        self.register_buffer("sin", sin, persistent=False)
 
     @torch.no_grad()
     def init_weights(self, seed=0):
@@ -164,15 +149,7 @@ class TRM(nn.Module):
     def _layer(self, x, w):
         """Returns x (B, P, C) after a layer with the matrices of a Block. Each part is added, then normalised, without
         gains and biases."""
-        if self.config.mixer == "mlp":
-            x = norm(x + swiglu(x.mT, w.mix_in, w.mix_out).mT)
-        else:
-            q, k, v = (split_heads(F.linear(x, weight), self.config.hidden // self.config.heads)
-                       for weight in w.mix_in.chunk(3))
-            rotary = self.cos.to(x.dtype), self.sin.to(x.dtype)
-            q, k = apply_rotary(q, *rotary), apply_rotary(k, *rotary)
-            mixed = F.scaled_dot_product_attention(q, k, v)  # every position sees all
-            x = norm(x + F.linear(mixed.transpose(1, 2).flatten(2), w.mix_out))
+        x = norm(x + swiglu(x.mT, w.mix_in, w.mix_out).mT)
         return norm(x + swiglu(x, w.mlp_in, w.mlp_out))
 
 
@@ -186,26 +163,9 @@ def parameters_by_group(config):
 
 
 def flops_per_puzzle(config):
-    """Returns the useful FLOPs of one supervision step on one puzzle. f takes 2 per matrix parameter and position, and
-    attention 4 × hidden per pair of positions; the last cycle takes three times as many, for its gradient. In the
-    mixer over positions each matrix takes 2 per parameter and feature instead."""
-    positions = config.positions
+    """Returns the useful FLOPs of one supervision step on one puzzle. f takes 2 per matrix parameter and position, in
+    the mixer over positions 2 per parameter and feature. The last cycle takes three times as many, for its gradient."""
     matrices = parameters_by_group(config)["matrices"]
-    if config.mixer == "mlp":
-        mix = 3 * config.inner_mix * positions * config.layers
-        once = 2 * positions * (matrices - mix) + 2 * config.hidden * mix
-    else:
-        once = 2 * positions * matrices + 4 * config.hidden * positions ** 2 * config.layers
+    mix = 3 * config.inner_mix * config.positions * config.layers
+    once = 2 * config.positions * (matrices - mix) + 2 * config.hidden * mix
     return once * (config.recursions + 1) * (config.cycles - 1 + 3)
-
-
-def cross_entropy(logits, targets, is_stablemax):
-    """Returns the loss of each target, (…), in nats, from logits (…, V) in fp32."""
-    one_hot = F.one_hot(targets.long(), logits.size(-1)).to(logits.dtype)
-    if is_stablemax:
-        # exp(v) becomes v + 1 for v ≥ 0 and 1 / (1 - v) below, so that a large logit does not drown the gradients of
-        # the others (arXiv 2501.04697).
-        # Each branch gets an argument at which it is finite: where() passes on the unused branch's infinite gradient.
-        scores = torch.where(logits >= 0, logits.clamp(min=0) + 1, 1 / (1 - logits.clamp(max=0)))
-        return scores.sum(-1).log() - (scores * one_hot).sum(-1).log()
-    return logits.logsumexp(-1) - (logits * one_hot).sum(-1)

@@ -21,10 +21,9 @@ from scripts import base_train, puzzle_train
 KEPT = Path(__file__).parent / "kept"
 TRAINED = ["--device_type=xla", "--num_lanes=2", "--device_batch_size=2", "--total_batch_size=256",
            "--num_iterations=6", "--eval_every=-1", "--sample_every=-1", "--log_every=1", "--eval_tokens=1024"]
-PUZZLES = ["--device_type=xla", "--mixer=mlp", "--prefix=4", "--hidden=8", "--heads=1", "--recursions=1", "--cycles=2",
-           "--supervision_steps=4", "--optimizer=muon", "--lr=0.003", "--loss=softmax", "--ema=0.9", "--warmup_steps=2",
-           "--total_batch_size=8", "--eval_puzzles=12", "--num_iterations=6", "--log_every=1", "--eval_every=-1",
-           "--sample_every=-1"]
+PUZZLES = ["--device_type=xla", "--hidden=8", "--cycles=2", "--supervision_steps=4", "--ema=0.9", "--warmup_steps=2",
+           "--warmdown_ratio=0", "--total_batch_size=8", "--eval_puzzles=12", "--num_iterations=6", "--log_every=1",
+           "--eval_every=-1", "--sample_every=-1"]
 # {run: what its command needs beside TRAINED}
 RUNS = {"plain": ["--data_dir={}/data"], "fim": ["--data_dir={}/data", "--fim_rate=0.5"],
         "mixture": ["--data_dir={}/mixture.toml"], "ending": ["--data_dir={}/data"],
