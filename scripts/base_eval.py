@@ -2,7 +2,7 @@
 
     python3 -m scripts.base_eval --checkpoint=RUN --data_dir=some/parquet --eval_tokens=1000000
 
---fim evaluates middles of that text instead, by kind: with the text after them, without it, and from left to right.
+--fim evaluates middles of that text instead, by kind: with the text after them, and without it.
 """
 from dataclasses import dataclass
 from functools import partial
@@ -86,15 +86,15 @@ def evaluate_checkpoint(flags, path, seq_len, shards, mesh, dist):
 
 def print_middles(tokenizer, seed, evaluate):
     """Prints the bits per byte of middles of each kind. evaluate: see evaluate_checkpoint."""
-    from nanochat.infer.loss_eval import from_left_to_right, with_suffixes, without_suffixes
-    print0(f"{'middles':<12}{'bytes':>12}{'with suffix':>13}{'without':>10}{'left to right':>15}")
+    from nanochat.infer.loss_eval import with_suffixes, without_suffixes
+    print0(f"{'middles':<12}{'bytes':>12}{'with suffix':>13}{'without':>10}")
     for kind in KINDS:
         found = []
-        for view in (with_suffixes, without_suffixes, from_left_to_right):
+        for view in (with_suffixes, without_suffixes):
             found.append(evaluate(Infilling(1.0, seed, (kind,)), view=partial(view, tokenizer)))
-        suffix, without, plain = (of.bits_per_byte for of in found)
-        print0(f"{kind:<12}{found[0].num_bytes:>12,}{suffix:>13.4f}{without:>10.4f}{plain:>15.4f}   the suffix "
-               f"changes them by {suffix / without - 1:+.1%} and {suffix / plain - 1:+.1%}")
+        suffix, without = (of.bits_per_byte for of in found)
+        print0(f"{kind:<12}{found[0].num_bytes:>12,}{suffix:>13.4f}{without:>10.4f}   the suffix changes them by "
+               f"{suffix / without - 1:+.1%}")
 
 
 if __name__ == "__main__":

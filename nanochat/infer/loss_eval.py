@@ -10,7 +10,6 @@ from nanochat.common import BadInput, Failure
 from nanochat.data.hub_tokenizer import ID_BITS
 from nanochat.data.lanes import PADDING
 from nanochat.data.loader import Batch
-from nanochat.data.tokenizer import FIM_TOKENS
 from nanochat.device.collectives import all_reduce_sum
 from nanochat.device.programs import one_program
 from nanochat.device.ranks import print0
@@ -148,13 +147,6 @@ def with_suffixes(tokenizer, rows):
 def without_suffixes(tokenizer, rows):
     """The same view with empty suffixes. What follows a suffix moves up; PADDING fills the end."""
     return _keep(~_is_suffix(tokenizer, rows), *with_suffixes(tokenizer, rows))
-
-
-def from_left_to_right(tokenizer, rows):
-    """The same view as text from left to right: prefix and middle, without suffixes and FIM_TOKENS. A middle has the
-    same tokens as with a suffix."""
-    special = torch.tensor([tokenizer.special(name) for name in FIM_TOKENS])
-    return _keep(~_is_suffix(tokenizer, rows) & ~torch.isin(rows, special), *with_suffixes(tokenizer, rows))
 
 
 def _is_suffix(tokenizer, rows):

@@ -1,15 +1,9 @@
 """The tokenizer.json of an export gives the ids of the tokenizer, and is read back."""
-import contextlib
 import json
 
-import pytest
-
-from nanochat.common import BadInput
-from nanochat.data.tokenizer import Tokenizer, load_tokenizer
-from nanochat.data.tokenizer_files import LLAMA_CPP_PATTERN
+from nanochat.data.tokenizer import load_tokenizer
 from nanochat.export import export, tokenizer_json
 from nanochat.export.model_card import describe_gaps
-from scripts.tok_train import PATTERN
 from tests.data import hub
 from tests.data.headers import HEADERS
 
@@ -42,14 +36,3 @@ def test_a_tokenizer_of_the_library_is_written_as_it_was(tmp_path):
     assert config["bos_token"] == config["eos_token"] == "<|endoftext|>" and "pad_token" not in config
     assert export.special_ids(tokenizer)["eos_token_id"] == [0, tokenizer.special("<file_sep>")]
     assert json.loads(files["tokenizer.json"])["added_tokens"][0]["content"] == config["bos_token"]
-
-
-@pytest.mark.parametrize("pattern, alike", [
-    (PATTERN, True), (LLAMA_CPP_PATTERN, True),
-    (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)"
-     r"|\s+", True),  # Llama 3
-    (r"\w+x?$|[\s\S]", False), (r"^int|[\s\S]", False)])
-def test_only_patterns_that_both_libraries_read_alike_are_taken(pattern, alike):
-    tokens = load_tokenizer().tokens()
-    with contextlib.nullcontext() if alike else pytest.raises(BadInput, match="reads the split pattern"):
-        tokenizer_json.tokenizer_json(Tokenizer(tokens, pattern, {"<|bos|>": len(tokens)}))
