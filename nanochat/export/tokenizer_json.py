@@ -6,6 +6,8 @@ from nanochat.data.hub_tokenizer import HubTokenizer, byte_of_character
 
 BOS = "<|bos|>"
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+
+
 def tokenizer_json(tokenizer):
     """Returns the content of a tokenizer.json that gives text the ids of `tokenizer`. The library differs in two ways:
     it puts <|bos|> before the text unless add_special_tokens is False, and encodes the name of a special token as that
