@@ -5,14 +5,11 @@ import os
 import re
 import shutil
 import subprocess
-import threading
 import time
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from tests.serve.conftest import SOURCE, serving
+from tests.serve.conftest import SOURCE
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not CHROMIUM, reason="there is no chromium")]
@@ -126,33 +123,3 @@ def test_escape_and_moving_the_cursor_take_the_completion_away(browser, client):
     edit(browser, "<b>&amp;", "")
     browser.value("show()")
     assert browser.value("document.getElementById('before').innerHTML") == "&lt;b&gt;&amp;amp;"
-
-
-@pytest.fixture
-def other_site(tmp_path):
-    """The port of a server whose page has a form of plain text."""
-    (tmp_path / "index.html").write_text("<form method=post enctype=text/plain><input name='{\"x\":\"' value='\"}'>")
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=tmp_path)) as server:
-        threading.Thread(target=server.serve_forever).start()
-        yield server.server_address[1]
-        server.shutdown()
-
-
-@pytest.mark.parametrize("host", ["localhost", "127.0.0.1"])  # another site, and the same site with another port
-def test_a_page_of_another_site_makes_the_model_do_nothing(browser, completer, other_site, host):
-    with serving(completer) as (client, server):
-        browser.call("Page.navigate", url=f"http://{host}:{other_site}/")
-        browser.wait_for("document.forms.length === 1")
-        browser.value(f"""
-            answered = [];
-            const url = "{client.base_url}/infill", body = "{{}}";
-            const json = {{"Content-Type": "application/json"}};
-            for (const options of [{{mode: "no-cors"}}, {{}}, {{headers: json}}, {{mode: "no-cors", headers: json}}])
-              fetch(url, {{method: "POST", body, ...options}}).then(reply => answered.push(reply.type),
-                                                                  () => answered.push("failed"));
-        """)
-        browser.wait_for("answered.length === 4")
-        assert sorted(browser.value("answered.join()").split(",")) == ["failed", "failed", "opaque", "opaque"]
-        browser.value(f"document.forms[0].action = '{client.base_url}/infill'; document.forms[0].submit()")
-        browser.wait_for("document.body.innerText.includes('may not use this server')")
-        assert not server.thread._jobs
