@@ -42,10 +42,6 @@ class Completer:
     copies: bool = True  # offers what follows the text before the cursor where it stands elsewhere in the file
     windows: dict = field(default_factory=dict)  # where the last prompts were cut
 
-    @property
-    def context(self):
-        return self.engine.model.config.max_seq_len
-
     def complete(self, prefix, suffix, extra, options, on_text=ignore, keep_going=never_stop):
         """Returns a Completion of the text between `prefix` and `suffix`.
 
@@ -54,7 +50,7 @@ class Completer:
         on_text(sample, text) gets each new piece of text. keep_going() is asked before every token; once it returns
         False, the completion ends.
         """
-        room = self.context - max(options.sampling.max_tokens, 1)
+        room = self.engine.model.config.max_seq_len - max(options.sampling.max_tokens, 1)
         newline = newline_at(prefix, suffix or "")
         shapers = [Shaper(suffix or "", options, partial(on_text, i), newline)
                    for i in range(options.sampling.num_samples)]

@@ -110,7 +110,7 @@ class SlowCompleter:
     extra_tokens = 0
 
     def __init__(self, completer):
-        self.completer, self.context = completer, completer.context
+        self.completer = completer
         self.begun, self.go_on, self.asked = threading.Event(), threading.Event(), 0
         self.prefixes, self.extras = [], []
 
