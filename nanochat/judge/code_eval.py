@@ -71,7 +71,7 @@ def read_results(out_dir):
         if "format" not in settings or not all({"name", "group", "status"} <= record.keys() for record in records):
             raise ValueError("a line is no sample with its verdict")
     except (OSError, ValueError, TypeError, RecursionError) as error:
-        raise BadInput(f"{path} is not a file of results of code_eval ({error}): name another") from None
+        raise BadInput(f"{out_dir} has no results of code_eval ({SAMPLES}: {error}): name another folder") from None
     return settings, records
 
 

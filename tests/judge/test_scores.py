@@ -64,6 +64,6 @@ def test_chance_is_told_from_a_difference():
 def test_another_file_than_results_is_refused_and_kept(tmp_path, content):
     path = tmp_path / "samples.jsonl"
     path.write_text(content)
-    with pytest.raises(BadInput, match="is not a file of results"):
+    with pytest.raises(BadInput, match="has no results of code_eval"):
         make_results_dir(tmp_path, "run", {"format": 1})
     assert path.read_text() == content

@@ -75,7 +75,7 @@ def test_several_sets_have_one_score_together_and_one_each(code_eval, tmp_path):
     (["--problems=missing.jsonl"], "--problems=missing.jsonl cannot be read: No such file"),
     (["--problems=/dev/zero"], "--problems=/dev/zero cannot be read: it is no ordinary file"),
     (["--problems=,"], "--problems=, names no set: give own, or a file or folder"),
-    (["--against=missing"], "missing is not a file of results"),
+    (["--against=missing"], "missing has no results of code_eval"),
 ])
 def test_bad_input_is_refused_before_the_work(code_eval, tmp_path, flags, message):
     with pytest.raises(BadInput, match=message):
