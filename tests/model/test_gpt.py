@@ -234,9 +234,3 @@ def test_depth_sets_everything_and_depth_16_has_the_known_size():
 def test_impossible_shapes_are_refused_with_the_value(overrides, words):
     with pytest.raises(BadInput, match=words):
         GPTConfig(**{**TINY, **overrides})
-
-
-@pytest.mark.parametrize("kernel, device_type", [("flash", "cpu"), ("warp", "cpu")])
-def test_a_kernel_that_cannot_run_names_those_that_can(kernel, device_type):
-    with pytest.raises(BadInput, match=f"--kernel={kernel} .*choose current or chunked"):
-        get_kernels(kernel, device_type)

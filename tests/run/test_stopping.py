@@ -8,7 +8,6 @@ import subprocess
 import sys
 import termios
 import time
-from types import SimpleNamespace
 
 import pytest
 
@@ -16,9 +15,6 @@ from nanochat.checkpoint import on_disk
 from nanochat.checkpoint.meta import load_meta
 from nanochat.run.agreement import RankAgreement, Requests
 from nanochat.run.stopping import EXIT_STATUS, stop_on_preemption_notice
-from nanochat.run.watchdog import Heartbeats
-from nanochat.train.flags import Flags
-from nanochat.train.liveness import Liveness
 from tests.buckets import OUTAGE
 from tests.conftest import last_of_each
 from tests.run.life import Life, child_processes, rank_process
@@ -119,19 +115,6 @@ if __name__ == "__main__":
         output += os.read(terminal, 1000)
     os.close(terminal)
     assert process.wait(60) == 75 and (tmp_path / "requests.saved").exists()
-
-
-def test_the_systems_sigterm_does_not_end_the_copying_on_a_machine_that_is_preempted(tmp_path):
-    run = SimpleNamespace(flags=Flags(), plan=SimpleNamespace(switches=()), heartbeats_file=tmp_path / "beats",
-                          requests_file=tmp_path / "requests")
-    Heartbeats(run.heartbeats_file, create=True)
-    parent = Requests(run.requests_file, create=True)
-    for is_preempted in (False, True):
-        parent.ask_to_stop(is_preempted)
-        is_told_to_end = Liveness(run, SimpleNamespace(rank=0, world_size=1, hosts=1), 0).begin_to_wait_for_mirror()
-        assert parent.waits_for_mirror and not is_told_to_end()
-        parent.ask_to_stop()
-        assert is_told_to_end() == (not is_preempted)
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from tests.warm import TIMEOUT_S
 @pytest.mark.parametrize("flags, words", [
     (["--total_batch_size=500"], "--total_batch_size=500 .* use 448 or 512"),
     (["--kernel=warp"], "--kernel=warp .*choose current or chunked"),
-    (["--kernel=cce"], "--kernel=cce .*choose current or chunked"),
+    (["--kernel=flash", "--device_type=cpu"], "--kernel=flash .*choose current or chunked"),
     (["--window_pattern=Q"], "--window_pattern=Q"),
     (["--device_type=gpu"], "--device_type=gpu .*auto, tpu, xla, cuda, cpu"),
     (["--device_type=tpu"], "no TPU chips"),

@@ -63,6 +63,11 @@ def test_a_request_to_stop_comes_at_the_next_tick(run, liveness):
 
 
 def test_on_a_machine_that_ends_its_own_signal_is_no_reason_to_stop_saving(run, liveness):
-    told = liveness.begin_to_wait_for_mirror()
-    Requests(run.requests_file).ask_to_stop(is_preempted=True)
-    assert liveness.is_preempted and not told() and Requests(run.requests_file).waits_for_mirror
+    requests = Requests(run.requests_file)
+    for is_preempted in (False, True):
+        requests.ask_to_stop(is_preempted)
+        told = liveness.begin_to_wait_for_mirror()
+        assert requests.waits_for_mirror and not told()
+        requests.ask_to_stop()
+        assert told() == (not is_preempted)
+    assert liveness.is_preempted
