@@ -149,7 +149,7 @@ def recommend(run):
             found.append(f"{kind} takes {parts[kind]:.0%} of the time: {REMEDIES[kind]}")
     compiled = sorted({cause for record in run.records for cause in record.get("recompiled", ())})
     if compiled:
-        found.append(f"Programs were compiled again; keep constant: {'; '.join(compiled[:3])}")
+        found.append(f"Programs were compiled again: {', '.join(compiled[:3])}")
     peak, limit = peak_bytes(run), run.last("device_memory_limit_bytes")
     if peak and limit and peak < MEMORY_FREE * limit:
         found.append(f"Device memory peaks at {peak / limit:.0%} of {limit / GIB:.1f} GiB: twice the "

@@ -1,15 +1,17 @@
 """The plan of a run as lines for a person, and how long it would take on a CPU."""
-import os
+import time
+
+import torch
 
 from nanochat.common import BadInput, say
 from nanochat.device import tpu
+from nanochat.kernels.choose import get_kernels
 from nanochat.model.models import describe
 from nanochat.model.rates import lr_stages
 from nanochat.model.weights import matrix_parameters, shapes
 from nanochat.record.metrics import format_duration
 
 SHORT_FLOPS = 1e14  # a CPU is done with a shorter run in minutes
-FLOPS_OF_CORE = 30e9  # a second, of a CPU: 33e9 in a run of two hours on two cores (dev/log)
 DAY_S = 86400
 FIRST_TRY = "--num_iterations=100 --max_seq_len=256 --device_batch_size=4 --total_batch_size=4096"
 
@@ -69,10 +71,9 @@ def _describe_rates(plan):
 
 def require_time(plan, num_iterations):
     """Says how long a long run takes on this CPU. Raises BadInput if it is over a day and nobody asked for it."""
-    flops = plan.flops(0, plan.num_iterations)
-    if plan.device_type not in ("cpu", "xla") or flops < SHORT_FLOPS:
+    if plan.device_type not in ("cpu", "xla") or plan.flops(0, plan.num_iterations) < SHORT_FLOPS:
         return
-    seconds = flops / (FLOPS_OF_CORE * len(os.sched_getaffinity(0)))
+    seconds = seconds_of_row(plan.config) * plan.tokens(0, plan.num_iterations) / plan.config.max_seq_len
     text = f"about {format_duration(seconds)}"
     if seconds > 2 * DAY_S:
         text = f"about {seconds / DAY_S:,.0f} days"
@@ -80,3 +81,13 @@ def require_time(plan, num_iterations):
         raise BadInput(f"{plan.num_iterations:,} steps take {text} on this CPU: for a first try add {FIRST_TRY}, or "
                        f"give --num_iterations={plan.num_iterations} for all of them")
     say(f"{plan.num_iterations:,} steps take {text} on this CPU; for a first try add {FIRST_TRY}")
+
+
+def seconds_of_row(config):
+    """Returns the seconds of the forward and the backward pass of one row on this CPU."""
+    model = config.new_model(get_kernels("current", "cpu"))
+    model.init_weights()
+    ids = torch.zeros((1, config.max_seq_len), dtype=torch.int64)
+    begun = time.monotonic()
+    model(ids, ids, reduction="mean").backward()
+    return time.monotonic() - begun

@@ -157,14 +157,16 @@ def test_shapes_that_a_kernel_cannot_run_are_refused_before_a_device_is_opened()
 
 
 def test_a_run_of_more_than_a_day_on_a_cpu_asks_for_num_iterations(monkeypatch, capsys):
-    monkeypatch.setattr(describe.os, "sched_getaffinity", lambda pid: {0, 1})
-    plan = make_plan(parse_flags(["--depth=8", "--max_seq_len=256"]), 512, "cpu", 1)
-    days = plan.flops(0, plan.num_iterations) / 60e9 / 86400
+    assert 0 < describe.seconds_of_row(GPTConfig(vocab_size=512, max_seq_len=64, n_layer=2, n_embd=64, n_head=2)) < 30
+    monkeypatch.setattr(describe, "seconds_of_row", lambda config: 5.0)
+    plan = make_plan(parse_flags(["--depth=4", "--max_seq_len=256"]), 512, "cpu", 1)
+    days = 5.0 * plan.tokens(0, plan.num_iterations) / 256 / 86400
     assert days > 2
     with pytest.raises(BadInput, match=f"take about {days:,.0f} days on this CPU: for a first try add --num_it"):
         describe.require_time(plan, -1)
     describe.require_time(plan, plan.num_iterations)
     assert f"about {days:,.0f} days on this CPU; for a first try add" in capsys.readouterr().out
+    monkeypatch.setattr(describe, "seconds_of_row", None)  # it is not called
     for flags, device_type in ((describe.FIRST_TRY.split(), "cpu"), ([], "tpu")):
         describe.require_time(make_plan(parse_flags([*flags, "--depth=2"]), 512, device_type, 1), -1)
     assert not capsys.readouterr().out
