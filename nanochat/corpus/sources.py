@@ -62,11 +62,6 @@ def readable():
         raise BadInput(f"{reason}: give yourself the right to read it, or leave it out") from None
 
 
-def _check_readable(path):
-    with readable(), open(path, "rb"):
-        pass
-
-
 def _fingerprint(paths):
     """Returns (number of bytes of all files, hex hash that changes when one of them does)."""
     # Sizes and times, not contents: reading all files to resume would take as long as scanning them.
@@ -83,16 +78,14 @@ def directory_source(name, directory, files, **fields):
     """Returns a Source for `files`, paths relative to `directory`; `fields` are further fields of Source."""
     with readable():
         nbytes, fingerprint = _fingerprint(os.path.join(directory, file) for file in files)
-    for file in filter(LICENCE_FILE.fullmatch, files):
-        _check_readable(os.path.join(directory, file))
     return Source(_as_text(name), directory=str(directory), files=tuple(files), nbytes=nbytes, fingerprint=fingerprint,
                   **fields)
 
 
 def archive_source(path):
     """Returns a Source for the tarball `path`."""
-    _check_readable(path)
-    nbytes, fingerprint = _fingerprint([path])
+    with readable(), open(path, "rb"):  # which may be refused
+        nbytes, fingerprint = _fingerprint([path])
     return Source(_as_text(TARBALL.sub("", path.name)), archive=str(path), nbytes=nbytes, fingerprint=fingerprint)
 
 

@@ -146,10 +146,10 @@ def test_a_name_that_is_not_utf8_is_replaced(tmp_path, capsys):
 # What cannot be read
 
 
-@pytest.mark.parametrize("closed", ["tool", "tool/src", "tool/LICENSE", "tool-1.tar.gz", ""])
+@pytest.mark.parametrize("closed", ["tool", "tool/src", "tool-1.tar.gz", ""])
 def test_what_this_user_may_not_read_is_named(as_nobody, closed):
     folder, run = as_nobody
-    (make_project(folder, "tool") / "LICENSE").write_text(LICENCE_MIT)
+    make_project(folder, "tool")
     make_tar(folder / "tool-1.tar.gz", {"tool/a.c": b"int a;"})
     (folder / closed).chmod(0)
     try:
@@ -167,11 +167,17 @@ def test_a_checkout_may_have_a_folder_that_nobody_may_read(as_nobody):
     assert run(lambda: open_table(folder / "tool")) is None
 
 
-def test_a_source_file_that_may_not_be_read_is_counted(as_nobody, tmp_path):
+def test_a_source_file_that_may_not_be_read_is_counted_and_a_licence_named(as_nobody):
     folder, run = as_nobody
     (make_project(folder, "tool") / "src/file0.cpp").chmod(0)
-    stats = run(lambda: scan(sources.open_source(folder / "tool"), folder / "scan", CorpusFlags(), frozenset()))
-    assert stats["dropped"] == {"unreadable": 1}
+
+    def scan_it(name):
+        return run(lambda: scan(sources.open_source(folder / "tool"), folder / name, CorpusFlags(), frozenset()))
+
+    assert scan_it("scan")["dropped"] == {"unreadable": 1}
+    (folder / "tool/LICENSE").touch(mode=0)
+    with pytest.raises(BadInput, match="LICENSE cannot be read .Permission denied"):
+        scan_it("again")
 
 
 @pytest.mark.parametrize("make", [
