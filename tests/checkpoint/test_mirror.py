@@ -131,11 +131,6 @@ def test_a_copy_is_kept_although_the_mirror_has_later_steps(run_dir, folder):
 # Refusals and outages
 
 
-def test_a_relative_directory_is_made_absolute(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert run_mirror("a:b/c", "run", Kept(1)).url == f"{tmp_path}/a:b/c/run"
-
-
 def test_a_directory_that_cannot_be_written_to_is_refused(run_dir, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(BadInput, match="--checkpoint_mirror: .*/file/x/run.*: choose a directory"):

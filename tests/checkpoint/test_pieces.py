@@ -1,5 +1,4 @@
 """Checkpoints whose tensors are divided into pieces that several ranks write."""
-import multiprocessing
 import shutil
 import subprocess
 import threading
@@ -15,7 +14,6 @@ from nanochat.checkpoint.on_disk import MODEL, OPTIMIZER
 from nanochat.checkpoint.pieces import Layout, load_checkpoint, sizes_of
 from nanochat.checkpoint.saver import SaveOptions, Saver, save_checkpoint, save_lane_states, write_part
 from tests.checkpoint.states import DAMAGES, damage, make_meta, names, run_on_small_disk
-from tests.deploy.conftest import eventually
 
 PIECE_BYTES = 1000
 WRITERS = 3
@@ -199,27 +197,3 @@ def test_a_part_that_finds_no_room_stops_no_run_and_is_saved_once_there_is_space
     said = run_on_small_disk(tmp_path, FULL_DISK, megabytes=7)
     complaint = said.partition("now there is space")[0]
     assert "warning: the disk is full" in complaint and "another rank has no room for its part" in complaint
-
-
-def _save_for_ever(run_dir):
-    step = 0
-    while True:
-        step += 1
-        save_in_pieces(run_dir, step, keep=2)
-
-
-def test_a_process_killed_at_any_moment_leaves_whole_checkpoints_and_what_a_start_deletes(tmp_path):
-    context = multiprocessing.get_context("forkserver")  # this process may have an XLA runtime and its threads
-    context.set_forkserver_preload([__name__])
-    for moment in range(6):
-        process = context.Process(target=_save_for_ever, args=(tmp_path,))
-        process.start()
-        eventually(lambda: on_disk.latest(tmp_path))
-        time.sleep(0.011 * moment)
-        process.kill()
-        process.join()
-        paths = on_disk.list_checkpoints(tmp_path)
-        assert paths and all(on_disk.find_problem(path) is None for path in paths)
-        on_disk.clean_partial(tmp_path)
-        assert not any(name.endswith(".tmp") for name in names(tmp_path))
-        on_disk.set_aside_after(tmp_path, -1)

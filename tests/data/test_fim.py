@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from nanochat.common import BadInput
-from nanochat.data import lanes as lanes_module
 from nanochat.data import loader as loader_module
 from nanochat.data import shards as shards_module
 from nanochat.data.fim import KINDS, Infilling, check_fim, choose_middle, draws, find_brackets
@@ -184,14 +183,6 @@ def test_a_step_has_the_same_rows_for_any_number_of_ranks_and_is_restored_exactl
     assert parts > 100  # parts of documents were waiting
     prefix = 256 + SPECIAL_TOKENS.index("<|fim_prefix|>")
     assert np.mean([(rows == prefix).any(1).float().mean() for rows, _ in steps]) > 0.25
-
-
-def test_rows_do_not_depend_on_how_many_documents_are_encoded_together(open_fim, monkeypatch):
-    expected = list(read_steps(None, 10, 1, loader=open_fim))
-    monkeypatch.setattr(lanes_module, "GROUP_PIECES", 1)
-    for (rows, state), (expected_rows, expected_state) in zip(
-            read_steps(None, 10, 1, loader=open_fim), expected, strict=True):
-        assert torch.equal(rows, expected_rows) and state == expected_state
 
 
 def test_rows_hold_whole_documents_and_little_is_dropped(headers_dir, tokenizer):

@@ -9,7 +9,7 @@ from nanochat.checkpoint.pieces import load_lane_states
 from nanochat.common import BadInput
 from nanochat.train.flags import named_places, parse_flags
 from nanochat.train.language import make_task
-from scripts import base_train, report
+from scripts import base_train
 from tests.conftest import add_records, last_of_each
 from tests.train import unreadable
 
@@ -37,8 +37,8 @@ def mixture(tmp_path, corpus_dir):
 
 @pytest.mark.parametrize("kills", [
     [(3, 2)], pytest.param([(5, 4), (2, 4), (2, 1)], marks=pytest.mark.slow)])
-def test_a_run_that_is_killed_in_each_stage_and_at_its_edge_resumes_with_the_same_bits(train, mixture, tiny, capsys,
-                                                                                        corpus_dir, kills):
+def test_a_run_that_is_killed_in_each_stage_and_at_its_edge_resumes_with_the_same_bits(
+        train, mixture, tiny, corpus_dir, kills):
     flags = [f"--data_dir={mixture}", "--save_every=1", "--keep_checkpoints=9", "--log_every=1", "--eval_tokens=2048"]
     without = ("data_dir", "val_dir")  # so it is validated on the text that the file names
     all_devices = kills[0][1]
@@ -61,9 +61,6 @@ def test_a_run_that_is_killed_in_each_stage_and_at_its_edge_resumes_with_the_sam
         if devices == all_devices:
             assert resumed.losses == whole.losses
         assert resumed.losses == pytest.approx(whole.losses, rel=2e-6)
-    capsys.readouterr()
-    assert not report.main(["mixed"])
-    assert f"big {last['val_bpb_big']:.4f}, own {last['val_bpb_own']:.4f}" in capsys.readouterr().out
     mixture.write_text(mixture.read_text().replace("weight = 2", "weight = 3"))
     others = [flag for flag in tiny if not flag.startswith(("--data_dir", "--val_dir"))]
     with pytest.raises(BadInput, match="the hash of --data_dir's mixture is .* there and .* here"):
