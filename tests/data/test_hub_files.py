@@ -248,7 +248,7 @@ def test_what_several_runs_share_names_a_commit(tmp_path):
         with pytest.raises(BadInput, match=words):
             read_mixture(tmp_path / "mix.toml")
         with pytest.raises(BadInput, match="@COMMIT/a"):
-            ablate.make_trial("variant", 0, [f"--val_dir={place}", "--run=x"])
+            ablate.make_trial("variant", [f"--val_dir={place}", "--run=x"])
     place = f"hf://{REPO}@{'a' * 40}/a"
     (tmp_path / "mix.toml").write_text(f"[sources.x]\ndir = '{place}'\nweight = 1\n")
     assert read_mixture(tmp_path / "mix.toml").sources[0].place == place
