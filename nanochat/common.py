@@ -99,6 +99,7 @@ def run_script(main, what=""):
     Failure, Outage, Ctrl-C and a full disk end it with one line on stderr and status 2, 1, 75, 130 and 1; a closed
     pipe, as behind `head`, silently with status 141, like SIGPIPE."""
     prepare_output()
+    sys.unraisablehook = _unraisable
     work.begin(what)
     try:
         try:
@@ -116,6 +117,15 @@ def run_script(main, what=""):
         if status is None:
             raise
     sys.exit(status)
+
+
+def _unraisable(found):
+    """Takes an exception that Python cannot raise: one in a callback of the garbage collector, such as jax has, which
+    runs at any moment. Ctrl-C comes again a moment later; others are printed as before."""
+    if found.exc_type is KeyboardInterrupt:
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+    else:
+        sys.__unraisablehook__(found)
 
 
 class _Terminal(io.FileIO):

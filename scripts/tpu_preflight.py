@@ -42,4 +42,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    run_script(main, "tracing and compiling")
+    run_script(main, "tracing the programs")

@@ -120,6 +120,13 @@ def run_main(body, **options):
     # Started in the background by a shell, a process ignores Ctrl-C; this test may be, too.
     (" signal.signal(signal.SIGINT, signal.default_int_handler); os.kill(os.getpid(), signal.SIGINT); time.sleep(9)",
      130, "stopped by Ctrl-C\n"),
+    # In a callback of the garbage collector, whose exceptions Python drops.
+    (""" import gc
+ signal.signal(signal.SIGINT, signal.default_int_handler)
+ gc.callbacks.append(lambda phase, info: phase == "start" and os.kill(os.getpid(), signal.SIGINT))
+ gc.collect()
+ gc.callbacks.pop()
+ time.sleep(9)""", 130, "stopped by Ctrl-C\n"),
     # Where a worker process is busy for long.
     (""" signal.signal(signal.SIGINT, signal.default_int_handler)
  work = f"import os, signal, time; os.kill({os.getpid()}, signal.SIGINT); time.sleep(1000)"

@@ -1,7 +1,7 @@
 """Searches for the largest batch, or the smallest mesh, with which base_train's programs fit into a chip's memory."""
 import tempfile
 
-from nanochat.common import BadInput, say
+from nanochat.common import BadInput, say, work
 from nanochat.device.mesh import all_meshes
 from nanochat.device.tpu import GIB
 from nanochat.preflight.compile import compile_programs
@@ -55,6 +55,7 @@ def flags_of_meshes(flags, chips):
 def try_run(own, flags, kinds):
     """Compiles the programs of these kinds of a run with base_train's Flags. Returns the most bytes of a chip's memory
     that one of them takes; None if they do not fit."""
+    work.begin("trying another size")
     programs, traced = trace_run(flags, own.tpu_slice.chips)
     resident_bytes = programs.resident_bytes()
     peaks = []

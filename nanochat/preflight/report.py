@@ -3,7 +3,7 @@ run costs. describe.py says it to a person."""
 import re
 import tempfile
 
-from nanochat.common import say
+from nanochat.common import say, work
 from nanochat.device import tpu
 from nanochat.preflight import estimate, schedule
 from nanochat.preflight.compile import compile_programs
@@ -58,12 +58,16 @@ def make_report(own, flags, programs, traced, checks=()):
 
 def _compile(own, programs, traced, report):
     """Compiles the TracedPrograms, and adds the result of each to `report`."""
+    left = [program.name for program in traced]
     runs_per_step = {MICRO_STEP: programs.plan.micro_steps, "update": 1, "evaluate": 0}
     resident_bytes = programs.resident_bytes()
+    work.begin(f"compiling {', '.join(left)}")
     with tempfile.TemporaryDirectory(prefix="tpu_preflight_") as scratch:
         for program, compiled in compile_programs(traced, own.tpu_slice, own.dump_dir or scratch, own.timeout_s,
                                                   own.jobs, schedule.LIBTPU_OPTIONS):
             name = program.name
+            left.remove(name)
+            work.begin(f"compiling {', '.join(left)}" if left else "estimating")
             if compiled.out_of_memory:
                 say(f"{name}: {compiled.seconds:.0f} s, does not fit")
                 report["out_of_memory"][name] = explain_out_of_memory(compiled, sum(resident_bytes.values()))
