@@ -33,6 +33,7 @@ from nanochat.common import (
     read_flags,
     require_writable_dir,
     run_script,
+    work,
     written_whole,
 )
 from nanochat.data.hub_files import pinned
@@ -128,6 +129,7 @@ def count_steps(flags, meta, own, tokenizer):
     """Returns the steps of the training, half of whose tokens are of the project, and the tokens of an evaluation. own:
     the Shards of the project."""
     from nanochat.train.describe import seconds_of_row
+    work.begin("measuring how fast this machine is")
     tokens, row = batch_of(flags, meta)
     sample = list(islice(whole_texts(own), SAMPLED_TEXTS))
     of_sample = sum(map(len, tokenizer.encode_documents(sample)))
@@ -145,6 +147,7 @@ def count_steps(flags, meta, own, tokenizer):
         eval_tokens = round(min(max(most, 8 * row), EVAL_TOKENS))
         evaluating = (EVALUATIONS + 1) * eval_tokens / 3
         time = f", in about {format_duration(seconds * (round(steps) * tokens + evaluating))}"
+    work.begin("")
     steps = max(EVALUATIONS, round(steps))
     epochs = steps / steps_per_epoch
     print(f"{steps} steps of {tokens:,} tokens, {epochs:.1f} passes over the project, and {EVALUATIONS + 1} "
@@ -296,6 +299,7 @@ def show_completions(paths, tokenizer_dir, folder):
     from nanochat.infer.engine import Engine
     from nanochat.infer.load import load_model
     from nanochat.infer.sample import Sampling
+    work.begin("writing examples with the model before and after")
     texts = whole_texts(open_shards([folder / "own" / "val" / "shard_00000.parquet"]))
     places = [place for place in map(middle_line, texts) if place][:SHOWN]
     dist = compute_init("cpu")

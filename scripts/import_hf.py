@@ -35,6 +35,7 @@ def main(argv=None):
     say(f"{source['model']} is imported to {path}: {source['model_type']}, {source['dtype']}")
     say(f"model: {describe(meta.model_config)}")
     say(f"licence, as its model card states it: {source['licence'] or 'none is stated, so ask its makers'}")
+    say(f"teach it your project: python3 -m scripts.adapt --checkpoint={flags.run} --source=FOLDER --run=NAME")
 
 
 if __name__ == "__main__":

@@ -87,7 +87,7 @@ def find_checkpoint(name=""):
         raise BadInput(f"no checkpoint at {name} yet: a run saves one every --save_every steps, and when it ends or is "
                        "stopped by Ctrl-C")
     runs = sorted(path.name for path in checkpoints_dir.glob("*") if latest(path))
-    there = f" ({', '.join(runs[:20])})" if runs else ", which has none yet"
+    there = f" ({', '.join(runs[:20])})" if runs else ", which has none yet (is NANOCHAT_BASE_DIR right?)"
     raise BadInput(f"no checkpoint at {name}: give a run in {checkpoints_dir}{there}, or the path of a step_… "
                    "directory")
 

@@ -138,7 +138,9 @@ class Watchdog:
         for pid, code in ended.items():
             if code < 0 and code != -signal.SIGTERM:
                 ranks = ", ".join(map(str, self._heartbeats.ranks_of(pid))) or "?"
-                self._report(f"rank {ranks} (process {pid}) was ended by {signal.Signals(-code).name}: the run ends")
+                cause = " (did the machine run out of memory?)" if code == -signal.SIGKILL else ""
+                self._report(f"rank {ranks} (process {pid}) was ended by {signal.Signals(-code).name}{cause}: the run "
+                             "ends")
 
     def _report(self, reason):
         self.reason = reason
