@@ -88,7 +88,7 @@ def signal_to(number, target, expected):
         else:
             os.killpg(life.process.pid, number)
         life.end(expected)
-        assert target != "rank" or number != signal.SIGKILL or life.count("was ended by SIGKILL: the run ends") == 1
+        assert target != "rank" or number != signal.SIGKILL or life.count("was ended by SIGKILL") == 1
     return fault
 
 

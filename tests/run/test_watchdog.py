@@ -20,7 +20,7 @@ def test_a_rank_that_dies_or_hangs_ends_all_of_them(tmp_path, fault):
     assert len(pids) == RANKS and not any(os.path.exists(f"/proc/{pid}") for pid in pids.values())
     reasons = [line for line in process.stderr.splitlines() if line.startswith("error: ")]
     if fault == "killed":
-        assert reasons == [f"error: rank 1 (process {pids['1']}) was ended by SIGKILL: the run ends"]
+        assert len(reasons) == 1 and reasons[0].startswith(f"error: rank 1 (process {pids['1']}) was ended by SIGKILL")
     elif fault == "hangs":
         assert len(reasons) == 1 and f"rank 1 (process {pids['1']}) has not finished a step at step 10" in \
             reasons[0]
