@@ -330,7 +330,8 @@ def test_files_that_lie_are_refused_in_one_line_and_leave_nothing(folder, base_d
     with pytest.raises(BadInput) as error:
         import_to("imported", folder)
     assert "\n" not in str(error.value) and all(word in str(error.value) for word in words), error.value
-    assert not (get_base_dir() / "checkpoints" / "imported").exists()
+    left = names(get_base_dir() / "checkpoints" / "imported")
+    assert all(name.startswith(".") for name in left), left  # the lock
 
 
 def test_what_is_not_of_the_family_is_refused_before_weights_are_read(folder, base_dir):
