@@ -123,7 +123,8 @@ def validation_candidates(projects, sources):
     candidates = projects - own_projects(sources) - tables
     if not tables and (not candidates or len(projects) == 1):
         raise BadInput(f"no project can be held out for validation of {', '.join(sorted(projects))}: add one with "
-                       "--projects_dir, or name one of several with --val_projects")
+                       "--projects_dir, name one of several with --val_projects, or unpack an archive: of a single "
+                       "folder some files are held out")
     return candidates
 
 

@@ -118,10 +118,18 @@ def _open_shard(file):
             size = source.seek(0, 2)
             source.seek(size - 8 - metadata.serialized_size)
             footer = source.read()
+        # A file with encrypted columns has a signature after its metadata. To ask pyarrow for such a column would end
+        # the process.
+        if int.from_bytes(footer[-8:-4], "little") != metadata.serialized_size:
+            raise BadInput(f"{file} has encrypted columns: decrypt it, or name other data")
     except UnicodeError:
         raise BadInput(f"the path {file} is not UTF-8, which pyarrow needs: rename the folder or file") from None
     except (pa.ArrowException, OSError) as error:
         raise BadInput(f"{file} is not a whole parquet file ({_first_line(error)}): copy or prepare it again") from None
+    # Earlier versions could write whole projects, whose files a character 0 keeps apart.
+    if (metadata.metadata or {}).get(b"pack") == b"project":
+        raise BadInput(f"{file} holds a whole project in each document (prepare_data --pack=project, which is gone): "
+                       "prepare the corpus again, without --pack")
     _check_text_column(file, schema)
     documents = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
     compressed = []

@@ -1,4 +1,5 @@
 """Missing, unsuitable and corrupt data give clear errors, and text is the same wherever reading begins."""
+import base64
 import os
 import re
 from pathlib import Path
@@ -6,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pyarrow.parquet.encryption as encryption
 import pytest
 
 from nanochat.common import BadInput
@@ -55,6 +57,32 @@ def test_files_of_other_programs_are_no_shards(tmp_path, own, name):
     other.parent.mkdir(exist_ok=True)
     other.write_bytes(bytes(4096))
     assert list_shards(tmp_path) == [LocalFile(own)]
+
+
+class Keys(encryption.KmsClient):
+    def __init__(self, config):
+        super().__init__()
+
+    def wrap_key(self, key, name):
+        return base64.b64encode(key)
+
+
+def test_an_encrypted_column_is_named(tmp_path):
+    properties = encryption.CryptoFactory(Keys).file_encryption_properties(
+        encryption.KmsConnectionConfig(), encryption.EncryptionConfiguration(
+            footer_key="a", column_keys={"b": ["text"]}, plaintext_footer=True))
+    table = pa.table({"text": ["int x;"]})
+    with pq.ParquetWriter(tmp_path / "a.parquet", table.schema, encryption_properties=properties) as writer:
+        writer.write_table(table)
+    with pytest.raises(BadInput, match="a.parquet has encrypted columns: decrypt it, or name other data"):
+        open_shards([tmp_path / "a.parquet"])
+
+
+def test_a_shard_of_whole_projects_is_refused(tmp_path):
+    table = pa.table({"text": ["int x;\0int y;"]}).replace_schema_metadata({"pack": "project"})
+    pq.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(BadInput, match="a.parquet holds a whole project in each document"):
+        open_shards([tmp_path / "a.parquet"])
 
 
 def test_texts_that_share_their_bytes_in_the_file_do_not_share_the_memory(tmp_path):

@@ -85,6 +85,9 @@ def test_a_directory_without_a_tokenizer_is_bad_input(tmp_path):
     for directory in (tmp_path, tmp_path / "missing"):
         with pytest.raises(BadInput, match="no tokenizer in"):
             load_tokenizer(directory)
+    (tmp_path / "tokenizer.pkl").write_bytes(b"")
+    with pytest.raises(BadInput, match="only a tokenizer.pkl"):
+        load_tokenizer(tmp_path)
 
 
 def test_token_bytes_are_counted_whatever_the_file_says(tmp_path):
