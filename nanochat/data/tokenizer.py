@@ -220,7 +220,7 @@ def load_tokenizer(tokenizer_dir=None, checkpoint=None):
         if there:
             return _load(directory, _read_files)
         if (directory / "tokenizer.pkl").exists():  # of karpathy/nanochat; earlier versions read it
-            raise BadInput(f"{directory} has only a tokenizer.pkl, a format that is read no more: make a tokenizer with "
+            raise BadInput(f"{directory} has only a tokenizer.pkl, which is read no more: make a tokenizer with "
                            "scripts.tok_train, or name another with --tokenizer_dir")
     raise BadInput(f"no tokenizer in {' or '.join(map(str, parents))}: it needs {VOCABULARY_FILE} and {CONFIG_FILE}, "
                    f"or Hugging Face's {CONFIG_FILE}")

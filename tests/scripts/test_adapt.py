@@ -31,9 +31,9 @@ from tests.data.documents import ByteTokenizer
 from tests.data.hub import files_of, hub_tokenizer, llama3, qwen, zipped
 
 
-def project_shard(path, files):
+def project_shard(path, files, source="p"):
     path.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.table({"text": list(files.values()), "project": ["p"] * len(files), "path": list(files)}), path)
+    pq.write_table(pa.table({"text": list(files.values()), "source": [source] * len(files), "path": list(files)}), path)
     return open_shards([path])
 
 
@@ -54,6 +54,10 @@ def test_a_tenth_of_a_project_is_held_out_by_the_names_of_its_files(tmp_path):
                   for split in ("train", "val"))
     assert sorted(train + val) == sorted(files.values())
     assert 0.09 < sum(map(len, val)) / sum(map(len, files.values())) <= 0.1
+    shards = project_shard(tmp_path / "c.parquet", files) + project_shard(tmp_path / "d.parquet", files, source="other")
+    adapt.divide(shards, tmp_path / "both")  # files of one name
+    assert sum(len(list(whole_texts(open_shards([tmp_path / "both" / split / "shard_00000.parquet"]))))
+               for split in ("train", "val")) == 400
     with pytest.raises(BadInput, match="has a single C.. file"):
         adapt.divide(project_shard(tmp_path / "b.parquet", {"a.h": "int x;"}), tmp_path / "other")
 
