@@ -164,7 +164,7 @@ def compute_init(device_type, hosts=1):
     elif device_type == "cuda":
         import torch
         torch.set_float32_matmul_precision("high")
-        dist = Dist("cuda", torch.device("cuda"))
+        dist = Dist("cuda", torch.device("cuda", 0))
     else:
         import torch
         dist = Dist("cpu", torch.device("cpu"))
