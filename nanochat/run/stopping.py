@@ -21,21 +21,27 @@ def stop_on_signals(requests):
     A second SIGINT ends the process at once. While the run waits for its mirror, a signal of any kind ends only the
     wait, and the exit status stays EXIT_STATUS. If the machine is about to end, SIGTERM does not end the wait.
 
-    Blocks the signals in this process's main thread and in processes started from now on: they reach the parent only.
+    Blocks the signals in this process's main thread and in processes started from now on, so Ctrl-C reaches the parent
+    only. Ranks take SIGTERM and SIGHUP by stop_on_signal_to_rank.
     """
     # Python runs a handler in the main thread, between two of its instructions, and that thread may wait in C code for
     # the whole run. The thread that receives the signal writes to the wakeup descriptor at once.
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)
-    for number in _SIGNALS:  # a thread reads the pipe and acts, even while this one is busy
-        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, lambda *_: None)
+    for number in _not_ignored(_SIGNALS):  # a thread reads the pipe and acts, even while this one is busy
+        signal.signal(number, lambda *_: None)
     signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
     # If this process is killed, Python's resource tracker frees the semaphores of its pool, with a needless warning.
     sys.warnoptions.append("ignore::UserWarning:multiprocessing.resource_tracker")
     resource_tracker.ensure_running()  # now, because starting it later would unblock the signals
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     threading.Thread(target=_obey_signals, args=(read_end, requests), name="signals", daemon=True).start()
+
+
+def _not_ignored(numbers):
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+        return set(numbers) - {signal.SIGHUP}
+    return numbers
 
 
 # The signals are blocked in the main thread, and so in every thread and process that it starts later: they interrupt
@@ -58,6 +64,18 @@ def _obey_signals(read_end, requests):
             is_asked = True
             requests.ask_to_stop()
             say(f"{signal.Signals(number).name}: {what}")
+
+
+def stop_on_signal_to_rank(requests):
+    """Makes SIGTERM, and SIGHUP unless it is ignored, to this process ask for a stop, too, although the process
+    inherits them as blocked."""
+    threading.Thread(target=_obey_signal_to_rank, args=(requests,), name="signals", daemon=True).start()
+
+
+def _obey_signal_to_rank(requests):
+    # A blocked signal is queued although it is ignored, so sigwait would return it.
+    signal.sigwait(_not_ignored((signal.SIGTERM, signal.SIGHUP)))
+    requests.ask_to_stop()
 
 
 def stop_on_preemption_notice(requests, poll_s=1.0):

@@ -102,9 +102,14 @@ def spawn(run, watchdog):
     """Trains in a process for each chip, or in a thread for each XLA device of a CPU. Returns the exit status."""
     work.begin("starting the devices and loading the model")
     with watchdog:
-        status = run_as_ranks(train, run, begin=partial(begin_as_rank, run.directory),
+        status = run_as_ranks(_train_as_rank, run, begin=partial(begin_as_rank, run.directory),
                               has_reported=watchdog.has_reported)
         return 1 if status is None else status
+
+
+def _train_as_rank(run):
+    stopping.stop_on_signal_to_rank(Requests(run.requests_file))
+    return train(run)
 
 
 def train(run):

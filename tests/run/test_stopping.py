@@ -62,14 +62,16 @@ def test_each_signal_asks_for_a_stop_and_one_that_is_ignored_stays_ignored(tmp_p
     code = """
 import os, signal, sys, time
 from nanochat.run.agreement import Requests
-from nanochat.run.stopping import stop_on_signals
+from nanochat.run.stopping import stop_on_signal_to_rank, stop_on_signals
 requests = Requests(sys.argv[1], create=True)
 if len(sys.argv) == 4:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
 stop_on_signals(requests)
+if len(sys.argv) == 4 and os.fork() == 0:
+    stop_on_signal_to_rank(requests)  # the child is a rank, and prints its line, too
 os.kill(os.getpid(), int(sys.argv[2]))
 time.sleep(2)  # until the thread that takes signals has said it
-print(requests.times_asked, flush=True)
+os.write(1, b"%d\\n" % requests.times_asked)  # in one piece, because two processes write it
 """
     command = [sys.executable, "-c", code, tmp_path / "requests", str(int(number))]
     asked = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
@@ -77,7 +79,7 @@ print(requests.times_asked, flush=True)
                             "trained\n1\n"), asked.stderr
     if number == signal.SIGHUP:
         asked = subprocess.run([*command, "nohup"], capture_output=True, text=True, timeout=TIMEOUT_S)
-        assert asked.stdout == "0\n", asked.stderr
+        assert asked.stdout == "0\n0\n", asked.stderr
 
 
 def test_a_terminal_that_closes_asks_for_a_stop_and_lines_printed_after_it_are_no_error(tmp_path):
@@ -85,11 +87,12 @@ def test_a_terminal_that_closes_asks_for_a_stop_and_lines_printed_after_it_are_n
 import multiprocessing, sys, time
 from nanochat.common import prepare_output
 from nanochat.run.agreement import Requests
-from nanochat.run.stopping import stop_on_signals
+from nanochat.run.stopping import stop_on_signal_to_rank, stop_on_signals
 
 def as_rank(path):
     prepare_output()
     requests = Requests(path)
+    stop_on_signal_to_rank(requests)
     print("ready", flush=True)
     while not requests.times_asked:
         time.sleep(0.01)
