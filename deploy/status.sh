@@ -1,19 +1,19 @@
 #!/usr/bin/env bash
-# Shows the state, price so far, run, step, loss, speed, time left, disk, checkpoint and last error of one or more VMs.
+# Shows the state, price so far, run, step, loss, speed, time left, disk, checkpoint and last error of a VM.
 #
-#   deploy/status.sh [HOST…]   HOST: an IP, an ssh host or a VM's name (default: NAME of deploy/config.env)
+#   deploy/status.sh [HOST]    HOST: an IP, an ssh host or a VM's name (default: NAME of deploy/config.env)
 #
 #   --worker N|all             which VM of a pod (default all: the first writes log and checkpoints, so the others have
 #                              a line each)
 #
-# Exit status 1: a VM is not READY or cannot be reached; 2: gcloud refused for a reason that no waiting mends; 3: there
-# is no such VM; 4: gcloud could not say whether there is one. Of several VMs, it is the highest.
+# Exit status 1: the VM is not READY or cannot be reached; 2: gcloud refused for a reason that no waiting mends;
+# 3: there is no such VM; 4: gcloud could not say whether there is one.
 me=$0; while [ -L "$me" ]; do l=$(readlink "$me"); case $l in /*) me=$l ;; *) me=$(dirname "$me")/$l ;; esac; done
 . "$(dirname "$me")/lib/common.sh" || exit 2
 parse "" "$@"
 need_room
-[ ${#ARGS[@]} -gt 0 ] || ARGS=(${NAME:+"$NAME"})
-[ ${#ARGS[@]} -gt 0 ] || die 2 "no VM is named: status.sh HOST, or set NAME in deploy/config.env"
+HOST=${ARGS[0]:-$NAME}
+[ -n "$HOST" ] && [ ${#ARGS[@]} -lt 2 ] || die 2 "one HOST is needed: status.sh HOST, or NAME in deploy/config.env"
 
 field() { sed -n "s/^$1=//p" "$TMP/probe"; }
 # ask I puts what from_vm.py lets through of the answer of host I into the file that field reads.
@@ -84,22 +84,9 @@ run_lines() {
   [ -z "$(field error)" ] || echo "  error  $(field error)"
 }
 
-show_host() {
-  local status=0
-  if is_vm "$1"; then vm_line "$1" || return; else echo "$1"; fi
-  resolve "$1" || return
-  run_lines || status=$?
-  other_workers || status=$?
-  return $status
-}
-show() {
-  local host this status=0
-  for host in "${ARGS[@]}"; do
-    this=0
-    (show_host "$host") || this=$?  # in a subshell: each VM has a project, an account and a key of its own
-    [ $this -le $status ] || status=$this
-  done
-  return $status
-}
-
-show
+status=0
+if is_vm "$HOST"; then vm_line "$HOST" || exit; else echo "$HOST"; fi
+resolve "$HOST"
+run_lines || status=$?
+other_workers || status=$?
+exit $status

@@ -359,4 +359,4 @@ def test_a_host_of_the_ssh_configuration(laptop, checkout):
     with open(laptop.home / ".ssh/config", "a") as config:
         config.write(f"Host box\n  HostName {vm.ip}\n  User root\n")
     assert "~/nanochat is now" in laptop.run("push.sh", "box", root=checkout)
-    assert laptop.run("status.sh", "box", vm.ip).count("no run yet") == 2
+    assert "no run yet" in laptop.run("status.sh", "box")

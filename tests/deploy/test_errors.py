@@ -113,9 +113,9 @@ def test_a_vm_without_external_ips(laptop, cloud):
     assert vm.ip in laptop.run("list.sh")
 
 
-def test_the_status_of_several_vms_is_the_highest(laptop, cloud):
-    output = laptop.run("status.sh", "nano", "127.255.255.254", "--zones=us-a", status=3)
-    assert "nano  absent" in output and "unreachable" in output
+def test_the_status_of_no_vm_and_of_an_address_that_is_silent(laptop, cloud):
+    assert "nano  absent" in laptop.run("status.sh", "nano", "--zones=us-a", status=3)
+    assert "unreachable" in laptop.run("status.sh", "127.255.255.254", status=1)
 
 
 def test_a_gcloud_that_hangs_is_ended_with_its_children(laptop):

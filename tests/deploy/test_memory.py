@@ -45,8 +45,8 @@ def test_a_vm_is_found_deleted_and_listed_where_it_was_created_and_not_in_the_pr
 def test_status_finds_each_vm_in_its_own_project(laptop, cloud):
     laptop.run("create.sh", "nano", *QUICK)
     laptop.run("create.sh", "other", *QUICK, "--project=q")
-    output = laptop.run("status.sh", "nano", "other", *QUICK[:1], "--ssh_timeout_s=1", status=1)
-    assert "nano  READY" in output and "other  READY" in output
+    for name in ("nano", "other"):
+        assert f"{name}  READY" in laptop.run("status.sh", name, *QUICK[:1], "--ssh_timeout_s=1", status=1)
 
 
 def test_a_vm_is_reached_with_the_key_with_which_it_was_created(world):
