@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from contextlib import suppress
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -137,7 +138,8 @@ class StandIn:
 
     def freeze(self):
         for pid in self.pids():
-            os.kill(pid, signal.SIGSTOP)
+            with suppress(ProcessLookupError):  # it has ended since it was listed
+                os.kill(pid, signal.SIGSTOP)
 
     def processes(self):
         """Returns the command line of each process, by its pid outside the VM."""
