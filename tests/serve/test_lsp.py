@@ -1,4 +1,8 @@
-"""scripts.lsp, as a program that an editor starts, completes with a real model. Its client is that of pygls."""
+"""scripts.lsp, as a program that an editor starts, completes with a real model. Its clients are pygls' and npm's.
+
+npm's client is taken from NODE_CLIENTS, where `npm install --ignore-scripts vscode-languageserver-protocol@3.18.5` was
+run.
+"""
 import asyncio
 import json
 import os
@@ -14,6 +18,7 @@ import pytest
 
 from nanochat.common import BadInput
 from tests.serve.conftest import SOURCE, wait_until
+from tests.serve.test_server_clients import node_client
 
 types = pytest.importorskip("lsprotocol.types", reason="pip install '.[lsp]'")
 from pygls.lsp.client import LanguageClient  # noqa: E402
@@ -204,6 +209,53 @@ def test_a_position_counts_the_units_that_were_agreed_on(tmp_path):
 def test_the_server_is_told_the_indentation_of_the_line_that_is_typed(tmp_path, line, count):
     workspace, document = workspace_of({tmp_path / "a.cpp": f"  x\n{line}\n}}\n"}, ())
     assert request_at(workspace, document, asked(1, len(line)))[2]["n_indent"] == count
+
+
+NODE = """
+const {spawn} = require("child_process");
+const [command, url, uri, text] = process.argv.slice(1);
+const protocol = require(command);
+const {StreamMessageReader, StreamMessageWriter, createProtocolConnection} = protocol;
+const [python, ...flags] = [process.env.PYTHON, "-m", "scripts.lsp", `--url=${url}`];
+const child = spawn(python, flags, {stdio: ["pipe", "pipe", "inherit"]});
+const connection = createProtocolConnection(
+    new StreamMessageReader(child.stdout), new StreamMessageWriter(child.stdin));
+connection.listen();
+(async () => {
+  const capabilities = {textDocument: {inlineCompletion: {}}, general: {positionEncodings: ["utf-16"]}};
+  const made = await connection.sendRequest(protocol.InitializeRequest.type,
+      {processId: process.pid, rootUri: null, capabilities, workspaceFolders: null});
+  await connection.sendNotification(protocol.InitializedNotification.type, {});
+  const textDocument = {uri, languageId: "cpp", version: 1, text};
+  await connection.sendNotification(protocol.DidOpenTextDocumentNotification.type, {textDocument});
+  const range = {start: {line: 1, character: 0}, end: {line: 1, character: 0}};
+  await connection.sendNotification(protocol.DidChangeTextDocumentNotification.type,
+      {textDocument: {uri, version: 2}, contentChanges: [{range, text: "    ret"}]});
+  const params = {textDocument: {uri}, position: {line: 1, character: 7}, context: {triggerKind: 2}};
+  const items = await connection.sendRequest(protocol.InlineCompletionRequest.type, params);
+  const source = new protocol.CancellationTokenSource();
+  const cancelled = connection.sendRequest(protocol.InlineCompletionRequest.type, params, source.token);
+  source.cancel();
+  const error = await cancelled.then(() => "answered", (error) => error.code);
+  await connection.sendRequest(protocol.ShutdownRequest.type);
+  await connection.sendNotification(protocol.ExitNotification.type);
+  child.on("exit", (status) => {
+    console.log(JSON.stringify({provider: made.capabilities.inlineCompletionProvider, items, error, status}));
+    process.exit(0);
+  });
+})();
+"""
+
+
+@pytest.mark.slow
+def test_the_client_of_vs_code_gets_completions_and_cancels(client):
+    package = node_client("vscode-languageserver-protocol/lib/node/main.js")
+    done = subprocess.run(["node", "-e", NODE, str(package), str(client.base_url), URI, BEFORE + AFTER],
+                          capture_output=True, text=True, timeout=120, env=os.environ | {"PYTHON": sys.executable})
+    found = json.loads(done.stdout or "{}")
+    at = {"line": 1, "character": 7}
+    assert found.get("items") == [{"insertText": REST, "range": {"start": at, "end": at}}], done.stderr
+    assert found["provider"] == {} and found["error"] in (-32800, "answered") and found["status"] == 0
 
 
 NEOVIM = """
