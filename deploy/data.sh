@@ -3,9 +3,9 @@
 #
 #   deploy/data.sh HOST --bucket=gs://my-bucket/nanochat
 #
-# They go below NANOCHAT_BASE_DIR of the VM, where base_train looks; tokenizer/ becomes that of the bucket, and has
-# nothing else. After an interrupted copy the next data.sh goes on. The VM's service account must be allowed to read the
-# bucket.
+# They go below NANOCHAT_BASE_DIR of the VM, where base_train looks. Another tokenizer that was there is kept as
+# tokenizer.before.TIME. After an interrupted copy the next data.sh goes on. The VM's service account must be allowed to
+# read the bucket.
 #
 #   --bucket gs://…            the bucket, or a folder of it
 #   --no_tokenizer             leave the bucket's tokenizer out; training uses the one that push.sh brings
@@ -24,17 +24,23 @@ load_env
 bucket=${1%/} no_tokenizer=$2
 fail() { echo "$1" >&2; exit "${2:-1}"; }
 exec 9>"$D/data.lock"; flock -w 5 9 || fail "another data.sh is running on this VM" 6
-copy() { # copy FOLDER FLAGS
+copy() { # copy FOLDER TO
   local folder=$1
-  mkdir -p "$BASE/$folder"
+  mkdir -p "$BASE/$2"
   echo "copying what is missing of $bucket/$folder"
-  gcloud storage rsync --recursive "${@:2}" "$bucket/$folder" "$BASE/$folder" >"$D/data.log" 2>&1 ||
+  gcloud storage rsync --recursive "$bucket/$folder" "$BASE/$2" >"$D/data.log" 2>&1 ||
     fail "cannot copy: $(grep -A 5 '^ERROR' "$D/data.log" | tail -n 6 | grep . || tail -n 1 "$D/data.log"). Is there a \
 folder $folder in $bucket, and may this VM's service account read it? data.sh again goes on"
 }
-copy parquet
+copy parquet parquet
 if [ -z "$no_tokenizer" ] && gcloud storage ls "$bucket/tokenizer/" >/dev/null 2>&1; then
-  copy tokenizer --delete-unmatched-destination-objects  # never a mixture of two
+  rm -rf "$BASE/tokenizer.new"
+  copy tokenizer tokenizer.new  # never a mixture of two
+  if ! diff -rq "$BASE/tokenizer" "$BASE/tokenizer.new" >"$D/data.log" 2>&1; then
+    [ ! -d "$BASE/tokenizer" ] || mv "$BASE/tokenizer" "$BASE/tokenizer.before.$(date +%s)"
+    mv "$BASE/tokenizer.new" "$BASE/tokenizer"
+  fi
+  rm -rf "$BASE/tokenizer.new"
 fi
 echo "$(hostname): data and tokenizer are complete under $BASE"
 END

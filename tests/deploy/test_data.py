@@ -35,6 +35,8 @@ def test_data_copies_what_is_missing_or_differs_and_never_a_mixture_of_two_token
     laptop.run("data.sh", vm.ip, "--bucket=gs://b/x", timeout_s=120)
     assert (shards / "shard_00001.parquet").read_bytes() == b"1" * 1000
     assert [path.name for path in (base / "tokenizer").rglob("*")] == ["tokenizer_65k", "tokenizer.json"]
+    before, = base.glob("tokenizer.before.*")
+    assert (before / "tokenizer.pkl").read_bytes() == b"an older one"
     assert sum("alt=media" in request for request in cloud.requests) == 2
 
 
