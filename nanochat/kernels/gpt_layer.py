@@ -10,13 +10,12 @@ from dataclasses import dataclass
 from functools import cache, partial
 
 import torch
-import torch.nn.functional as F
 
 from nanochat.common import BadInput
 from nanochat.device.xla_ops import put, take
 from nanochat.kernels import plain
 from nanochat.kernels.layer_loop import Layer, LayerByHand
-from nanochat.kernels.products import Int8, Plain, of_weight
+from nanochat.kernels.products import Halves, of_weight
 from nanochat.kernels.sharded import WHOLE, Sharding
 from nanochat.model import layers
 
@@ -46,7 +45,7 @@ class How:
     options: layers.LayerOptions
     attention: AttentionByHand
     sharding: Sharding = WHOLE
-    products: Plain | Int8 = Plain()
+    products: Halves = Halves()
 
     def saved(self):
         """Returns {name: dtype, or None for that of x} of the stacks that are kept for the backward pass, (slots, B, T,
@@ -54,7 +53,7 @@ class How:
         they are squared; x_mid, between attention and MLP, if ranks along tensor would have to sum it again; log_sums,
         see AttentionByHand."""
         dtypes = {"q": None, "k": None, "v": None}
-        dtypes |= self.products.stacks_of("y") | self.products.stacks_of("h")
+        dtypes |= self.products.attention.stacks_of("y") | self.products.mlp.stacks_of("h")
         if self.sharding.tensor_groups:
             dtypes["x_mid"] = None
         if self.attention.log_sums_shape:
@@ -73,7 +72,7 @@ def layer_for_loop(how):
     elif how.sharding.tensor_groups and not how.options.divides_heads:
         raise BadInput(f"--mesh_tensor={len(how.sharding.tensor_groups[0])} is not for a model with {unknown}: "
                        "use --mesh_tensor=1")
-    elif how.products != Plain():
+    elif how.products.are_rounded:
         raise BadInput(f"--products=int8 is not for a model with {unknown}: leave it out")
     return Layer(partial(_by_definition, how), by_hand, how.sharding, how.products)
 
@@ -98,7 +97,7 @@ def _new_saved(how, x, weights, slots):
             shape = how.attention.log_sums_shape(batch, length, q_width)
         elif name in widths:
             shape = batch, length, widths[name]
-        saved.append(x.new_zeros(slots, *shape, dtype=dtype))
+        saved.append(how.products.mlp.new_stack(name, x, (slots, *shape), dtype))
     return tuple(saved)
 
 
@@ -115,7 +114,7 @@ def _new_saved(how, x, weights, slots):
 
 
 def _forward(how, x, index, saved, given):
-    products = how.products
+    products = how.products.attention
     saved = dict(zip(how.saved(), saved, strict=True))
     weights = given.weights
     x_in = _mixed(x, given)
@@ -129,10 +128,10 @@ def _forward(how, x, index, saved, given):
     gate = layers.gate_of(how.options, weights, layers.ATTENTION, x_in, scale)
     x_mid = x_in + layers.gated(gate, attended)
     scale = _reciprocal_rms(x_mid)
-    h = F.relu(scale * products.linear(products.operand(x_mid), weights.mlp_in)).to(x.dtype)
-    products.put(saved, "h", index, products.hidden(h), use_from_memory=True)
-    squares = products.squares(products.take(saved, "h", index))
-    added = how.sharding.sum(products.linear(squares, weights.mlp_out).to(x.dtype))
+    mlp = how.products.mlp
+    mlp.put_hidden(saved, index, x_mid, scale, weights.mlp_in)
+    squares = mlp.squares(mlp.take(saved, "h", index))
+    added = how.sharding.sum(mlp.linear(squares, weights.mlp_out).to(x.dtype))
     gate = layers.gate_of(how.options, weights, layers.MLP, x_mid, scale)
     out = x_mid + layers.gated(gate, added)
     products.put(saved, "y", index, y)
@@ -145,7 +144,7 @@ def _forward(how, x, index, saved, given):
 def _queries_keys_values(how, x_in, scale, weights, value):
     """Returns attention's queries, keys and values, (B, T, width) each. scale: the reciprocal root mean square of
     x_in; value: added to the values, or None."""
-    products = how.products
+    products = how.products.attention
     read = products.operand(x_in)
     q = (scale * products.linear(read, weights.attn_q)).to(x_in.dtype)
     k = (scale * products.linear(read, weights.attn_k)).to(x_in.dtype)
@@ -159,7 +158,7 @@ def _queries_keys_values(how, x_in, scale, weights, value):
 
 
 def _backward(how, x, index, d_out, saved, given):
-    products = how.products
+    products = how.products.attention
     saved = dict(zip(how.saved(), saved, strict=True))
     weights = given.weights
     y = products.take(saved, "y", index)
@@ -171,7 +170,7 @@ def _backward(how, x, index, d_out, saved, given):
         x_mid = take(saved["x_mid"], index)
     else:
         x_mid = x_in + layers.gated(gate, products.linear(y, weights.attn_o).to(x.dtype))
-    d_mid, of_mlp = _mlp_backward(how, x_mid, products.take(saved, "h", index), d_out, weights)
+    d_mid, of_mlp = _mlp_backward(how, x_mid, how.products.mlp.take(saved, "h", index), d_out, weights)
     # A gate is one number per token, so it can multiply either side of a product with attn_o. With the gate on d_mid
     # instead, here and in the MLP, the micro-step takes 94.8 Mcycles on v6e instead of 90.4.
     d_attn_o = products.of_weight_with(y, gate, d_mid)
@@ -191,7 +190,7 @@ def _backward(how, x, index, d_out, saved, given):
 def _mlp_backward(how, x_mid, hidden, d_out, weights):
     """Returns the gradient of x_mid, and those of the weights, {name: gradient}; of the gate, gate_map is (1, C) and
     gate_scale a list of (1,)."""
-    products = how.products
+    products = how.products.mlp
     dtype = d_out.dtype
     scale = _reciprocal_rms(x_mid)
     gate = layers.gate_of(how.options, weights, layers.MLP, x_mid, scale)
@@ -213,7 +212,7 @@ def _mlp_backward(how, x_mid, hidden, d_out, weights):
 def _attention_backward(how, index, saved, x_in, y, d_y, given):
     """Returns the gradient of x_in through attention's inputs, that of attention's values, and those of the weights,
     {name: gradient}; of the two gates, gate_map is (2, C) and gate_scale a list of (1,)."""
-    products = how.products
+    products = how.products.attention
     weights = given.weights
     value = given.value()
     scale = _reciprocal_rms(x_in)

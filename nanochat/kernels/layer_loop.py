@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nanochat.device.xla_ops import add_to_columns, loop, put, take, take_columns
-from nanochat.kernels.products import Int8, Plain
+from nanochat.kernels.products import Halves
 from nanochat.kernels.sharded import WHOLE, Sharding
 
 
@@ -62,7 +62,7 @@ class Layer:
     by_hand: LayerByHand | None = None
     # How the ranks divide the weights. The loops gather a layer's weights, and scatter their gradients.
     sharding: Sharding = WHOLE
-    products: Plain | Int8 = Plain()  # of the layer by hand
+    products: Halves = Halves()  # of the layer by hand
 
 
 def run_layers(layer, x, stacks, windows, tables, keeps_input_only=False, values=None):
@@ -99,8 +99,10 @@ class _AllLayers(torch.autograd.Function):
     def forward(ctx, x, values, per_layer, tables, loops, is_training, *stacks):
         layer = loops.layer
         num_layers = stacks[0].size(0)
-        read = layer.products.stacks_to_read(loops.weights_type(*stacks))
-        read = [tensor.detach() for tensor in read] + per_layer
+        read = []
+        for name, stack in zip(loops.weights_type._fields, stacks, strict=True):
+            read += [tensor.detach() for tensor in layer.products.of(name).to_read(name, stack)]
+        read += per_layer
         constants = [x, *tables]
         if values is not None:
             constants.append(values.detach())
@@ -152,7 +154,8 @@ class _Loops:
         tensors = iter(read)
         weights = []
         for name in self.weights_type._fields:
-            weights.append(self.layer.products.read(tensors, name, x0.dtype, self.layer.sharding.gather))
+            products = self.layer.products.of(name)
+            weights.append(products.read(tensors, name, x0.dtype, self.layer.sharding.gather))
         window = next(tensors) if self.has_windows else None
         number = values = None
         if self.value_width:

@@ -2,8 +2,10 @@
 
 Plain and Int8 have the same methods. An *operand* is what a product reads: a tensor, or its int8.Rows.
 """
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -29,11 +31,9 @@ class Plain:
 
     # Weights: a loop over the layers reads a slice of each stack.
 
-    round_weights = None  # see layers.Kernels
-
-    def stacks_to_read(self, stacks):
-        """Returns the tensors to read of a named tuple of stacks of weights, a list."""
-        return list(stacks)
+    def to_read(self, name, stack):
+        """Returns the tensors to read of a stack of weights, a list."""
+        return [stack]
 
     def read(self, tensors, name, dtype, gather):
         """Returns the operand of the weight `name`, from the next tensors of an iterator over slices. gather(part,
@@ -47,9 +47,11 @@ class Plain:
 
     # The hidden units h of the MLP are multiplied as their squares.
 
-    def hidden(self, h):
-        """Returns what the layer keeps of h; `squares` and `gradient_of_hidden` read it."""
-        return h
+    def put_hidden(self, saved, index, x, scale, weight):
+        """Writes h = relu(scale × linear(x, weight)), for a tensor x, to the slot `index`, as `squares` and
+        `gradient_of_hidden` read it."""
+        h = F.relu(scale * self.linear(x, weight)).to(x.dtype)
+        self.put(saved, "h", index, h, use_from_memory=True)
 
     def squares(self, hidden):
         """Returns the operand h²."""
@@ -84,6 +86,10 @@ class Plain:
 
     # What the forward pass keeps of an operand: stacks, in the dict `saved`.
 
+    def new_stack(self, name, x, shape, dtype):
+        """Returns an empty stack (slots, B, T, width) on the device of x. dtype: None for that of x."""
+        return x.new_zeros(shape, dtype=dtype)
+
     def stacks_of(self, name):
         """Returns {name of a stack: its dtype, or None for that of the activations} of the operand `name`."""
         return {name: None}
@@ -97,41 +103,76 @@ class Plain:
         return take(saved[name], index)
 
 
+class Kept(NamedTuple):
+    """Rows in a slot of a stack."""
+    stack: torch.Tensor  # int8 (slots, B, T, width)
+    index: torch.Tensor  # int32 ()
+    scale: torch.Tensor  # fp32 (B, T, 1)
+
+    @property
+    def integers(self):
+        return take(self.stack, self.index)
+
+
+@dataclass(frozen=True)
+class MlpKernels:
+    """Functions that round and multiply at once, see pallas_int8.py. Stacks are (slots, B, T, width)."""
+    # fits(tokens, width) -> whether they take so many tokens, and stacks of this width.
+    fits: Callable
+    # new_stack(x, shape) -> a stack on the device of x, int8, whose numbers may be any.
+    new_stack: Callable
+    # hidden(index, x, weight, stack) -> the stack with the integers of relu(linear(x, weight))² at its index, and their
+    # scales (B, T). weight: Rows.
+    hidden: Callable
+    # d_hidden(index, d, mlp_out, mlp_in, stack) -> Int8.gradient_of_hidden without the factors of tokens, int8, and its
+    # scales (B, T).
+    d_hidden: Callable
+    # by_tokens(index, small, factor, stack) -> the sum over the tokens of (small × factor)ᵀ · the integers, in small's
+    # dtype. factor: fp32 (B, T).
+    by_tokens: Callable
+
+
 @dataclass(frozen=True)
 class Int8:
     """Products of integers of 8 bits, see int8.py. Tensors are rounded to operands, and results are fp32."""
+    kernels: MlpKernels | None = None  # for the MLP, if their sizes fit
+
     operand = staticmethod(int8.rounded)
     linear = staticmethod(int8.linear)
     gradient = staticmethod(int8.rounded_gradient)
     of_input = staticmethod(int8.gradient_of_input)
-    of_weight = staticmethod(int8.gradient_of_weight)
 
     def value(self, operand):
         return operand.value()
 
-    def round_weights(self, model):
-        for name in MATRICES:
-            int8.keep_rounded(getattr(model, name))
-
-    def stacks_to_read(self, stacks):
-        found = []
-        for name, stack in stacks._asdict().items():
-            if name in MATRICES:
-                found += stack.rounded
-            else:
-                found.append(stack)
-        return found
+    def to_read(self, name, stack):
+        return stack.rounded if name in MATRICES else [stack]
 
     def read(self, tensors, name, dtype, gather):
         if name not in MATRICES:
             return gather(next(tensors).to(dtype), name)
         return Rows(gather(next(tensors), name), gather(next(tensors), name))
 
-    def hidden(self, h):
-        return int8.rounded(h.float().square())
+    def put_hidden(self, saved, index, x, scale, weight):
+        stack = saved["h"]
+        if not self._has_kernels(stack):
+            h = F.relu(scale * self.linear(self.operand(x), weight)).to(x.dtype)
+            self.put(saved, "h", index, int8.rounded(h.float().square()), use_from_memory=True)
+            return
+        saved["h"], of_squares = self.kernels.hidden(index, x, weight, stack)
+        saved["h_scale"] = put(saved["h_scale"], index, of_squares * scale[..., 0].square())
+
+    def _has_kernels(self, stack):
+        return self.kernels is not None and self.kernels.fits(stack[0, ..., 0].numel(), stack.size(-1))
 
     def squares(self, hidden):
         return hidden
+
+    def of_weight(self, d, x, weight):
+        if not self._has_kernels(d.integers[None]):
+            return int8.gradient_of_weight(d, x, weight)
+        first = torch.zeros((), dtype=torch.int32, device=x.device)
+        return self.kernels.by_tokens(first, x, d.scale[..., 0], d.integers[None]).t() / weight.scale
 
     def of_several(self, gradients, x, weights):
         # As one product with all rows of the weights: a sum of several would go through memory.
@@ -145,26 +186,59 @@ class Int8:
         return int8.gradient_of_input(d, whole), dict(zip(gradients, of_weights, strict=True))
 
     def gradient_of_hidden(self, d, weights, hidden, scale, gate, matmul):
+        if isinstance(hidden, Kept):
+            found, found_scale = self.kernels.d_hidden(hidden.index, d, weights.mlp_out, weights.mlp_in, hidden.stack)
+            return Rows(found, found_scale[..., None] * gated(gate, 2 * scale * hidden.scale.sqrt()))
         d_operand = int8.rounded_gradient(d, weights.mlp_out)
         of_squares = int8.product(d_operand.integers, weights.mlp_out.integers, -1, 0)
         # The root of the rounded square is h: a rounded h, too, would have to be read and written. A token's factors
         # multiply the scale that is found for its row, instead of each number.
         found = int8.rounded_gradient((hidden.integers.float().sqrt() * of_squares).to(d.dtype), weights.mlp_in)
         factor = 2 * scale * d_operand.scale * hidden.scale.sqrt()
-        return Rows(found.integers, found.scale * (factor if gate is None else gate * factor))
+        return Rows(found.integers, found.scale * gated(gate, factor))
 
     def of_weight_with(self, x, gate, d):
+        if isinstance(x, Kept):
+            return self.kernels.by_tokens(x.index, d, gated(gate, x.scale)[..., 0], x.stack)
         return int8.gradient_by_rows(gated(gate, d), x)
 
     def stacks_of(self, name):
         return {name: torch.int8, f"{name}_scale": torch.float32}
+
+    def new_stack(self, name, x, shape, dtype):
+        stack = x.new_zeros(shape, dtype=dtype)
+        return self.kernels.new_stack(x, shape) if name == "h" and self._has_kernels(stack) else stack
 
     def put(self, saved, name, index, operand, use_from_memory=False):
         saved[name] = put(saved[name], index, operand.integers, use_from_memory)
         saved[f"{name}_scale"] = put(saved[f"{name}_scale"], index, operand.scale[..., 0])
 
     def take(self, saved, name, index):
-        return Rows(take(saved[name], index), take(saved[f"{name}_scale"], index)[..., None])
+        scale = take(saved[f"{name}_scale"], index)[..., None]
+        if name == "h" and self._has_kernels(saved[name]):
+            return Kept(saved[name], index, scale)
+        return Rows(take(saved[name], index), scale)
+
+
+@dataclass(frozen=True)
+class Halves:
+    """The products of a layer's two halves."""
+    attention: Plain | Int8 = Plain()
+    mlp: Plain | Int8 = Plain()
+
+    def of(self, name):
+        """Returns the products with the weight `name`."""
+        return self.mlp if name.startswith("mlp") else self.attention
+
+    @property
+    def are_rounded(self):
+        return self != Halves()
+
+    def round_weights(self, model):
+        """See layers.Kernels."""
+        for name in MATRICES:
+            if self.of(name) != Plain():
+                int8.keep_rounded(getattr(model, name))
 
 
 def of_weight(d, x):

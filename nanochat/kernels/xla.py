@@ -13,7 +13,7 @@ from nanochat.kernels import plain, xla_loss
 from nanochat.kernels.attention_tiles import MAX_WHOLE
 from nanochat.kernels.gpt_layer import AttentionByHand, How, layer_for_loop
 from nanochat.kernels.layer_loop import run_layers
-from nanochat.kernels.products import Plain
+from nanochat.kernels.products import Halves, Int8, MlpKernels, Plain
 from nanochat.kernels.sharded import WHOLE
 from nanochat.model.layers import NORM_EPS, Kernels, apply_rotary, norm, split_heads
 
@@ -22,12 +22,15 @@ def get_kernels(name, interpret, sharding, chunk_tokens, products):
     """Returns the Kernels `chunked` or `flash`. interpret: Pallas kernels run as plain XLA operations, on a CPU too:
     the numbers are right, but it is slow. sharding: how the ranks divide the weights. chunk_tokens: tokens whose logits
     the loss holds at a time. products: Plain or Int8, of the layers in training. Raises BadInput."""
-    if sharding.tensor_groups and products != Plain():
+    if sharding.tensor_groups and products == Int8():
         raise BadInput("--products=int8 rounds the rows of whole weights, and --mesh_tensor divides them: use "
                        "--mesh_tensor=1")
-    chip = _options_of_chip()
+    matrix_unit, max_whole = _options_of_chip()
+    halves = Halves(products, products)
     if name == "flash":
         import_jax()
+        if products == Int8():
+            halves = _with_kernels(interpret, matrix_unit)
 
     def run_all(options, x, stacks, windows, rotary, recompute, values):
         sizes = ()
@@ -36,8 +39,8 @@ def get_kernels(name, interpret, sharding, chunk_tokens, products):
             sizes, of_layers = windows
         attention = PYTORCH_ATTENTION
         if name == "flash":
-            attention = _pallas_attention(interpret, *chip, sizes)
-        in_layer = products if torch.is_grad_enabled() else Plain()
+            attention = _pallas_attention(interpret, matrix_unit, max_whole, sizes)
+        in_layer = halves if torch.is_grad_enabled() else Halves()
         how = How(options, attention, sharding, in_layer)
         layer = layer_for_loop(how)
         if name == "flash" and layer.by_hand:
@@ -52,9 +55,9 @@ def get_kernels(name, interpret, sharding, chunk_tokens, products):
         return xla_loss.Embedding.apply(ids, table, dtype, sharding)
 
     return Kernels(name, plain.attention, partial(xla_loss.cross_entropy, chunk_tokens, sharding),
-                   partial(xla_loss.mean_loss, chunk_tokens, sharding, products), embedding, recompute=None,
+                   partial(xla_loss.mean_loss, chunk_tokens, sharding, halves.attention), embedding, recompute=None,
                    run_layers=run_all, whole=None if sharding == WHOLE else sharding.whole,
-                   round_weights=products.round_weights, times=_Times.apply)
+                   round_weights=halves.round_weights if halves.are_rounded else None, times=_Times.apply)
 
 
 # Attention, see gpt_layer.AttentionByHand
@@ -119,6 +122,41 @@ def _pallas_attention(interpret, matrix_unit, max_whole, windows):
 
     matmul = torch.matmul if interpret else row_major_matmul
     return AttentionByHand(forward, backward, pallas_parts.log_sums_shape, matmul)
+
+
+@cache
+def _with_kernels(interpret, matrix_unit):
+    """Returns the Halves of int8 products with Pallas kernels."""
+    from nanochat.kernels import pallas_int8
+    is_v6e = matrix_unit > 128
+    arithmetic = {"arithmetic": "bfloat16" if is_v6e else "float32"}
+
+    def call(function, index, *arrays, **options):
+        return jax_call(_cached_partial(function, interpret=interpret, **options), index[None], *arrays)
+
+    def tokens_of(stack):
+        return stack.flatten(1, 2)
+
+    def new_stack(x, shape):
+        some = torch.zeros((), dtype=torch.int32, device=x.device)[None]
+        return jax_call(_cached_partial(pallas_int8.new_stack, shape=shape, interpret=interpret), some)[0]
+
+    def hidden(index, x, weight, stack):
+        new, scale = call(pallas_int8.hidden, index, x.flatten(0, 1), weight.integers.t(), weight.scale.t(),
+                          tokens_of(stack), **arithmetic)
+        return new.view_as(stack), scale.view(x.shape[:2])
+
+    def d_hidden(index, d, mlp_out, mlp_in, stack):
+        found, scale = call(pallas_int8.d_hidden, index, d.flatten(0, 1), mlp_out.scale.t(), mlp_out.integers,
+                            mlp_in.scale.t(), tokens_of(stack), **arithmetic)
+        return found.view(stack.shape[1:]), scale.view(d.shape[:2])
+
+    def by_tokens(index, small, factor, stack):
+        return call(pallas_int8.by_tokens, index, small.flatten(0, 1), factor.flatten()[None], tokens_of(stack))[0]
+
+    mlp = Int8(MlpKernels(pallas_int8.fits, new_stack, hidden, d_hidden, by_tokens))
+    # On v6e, rounding for the other products takes longer than they save.
+    return Halves(Plain() if is_v6e else Int8(), mlp)
 
 
 class _Times(torch.autograd.Function):

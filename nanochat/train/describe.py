@@ -23,7 +23,7 @@ def describe_plan(plan, tokenizer):
     divisor = matrix_parameters(plan.parameters)
     parameters = " + ".join(f"{number:,} {group}" for group, number in plan.parameters.items())
     dtype = str(plan.dtype).removeprefix("torch.")
-    products = ", int8 products in layers and loss" if plan.products == "int8" else ""
+    products = ", int8 products" if plan.products == "int8" else ""
     when = " in the end" if plan.switches else ""  # longer rows have more attention
     lines = {
         "devices": f"{plan.world_size} × {accelerator or plan.device_type}, kernel {plan.kernel}, {dtype} compute"
