@@ -42,7 +42,7 @@ PATIENCE_ROWS = 256  # a short document that has waited for this many rows goes 
 class Piece(NamedTuple):
     """The tokens of a document, of one piece of a document that is too long to be read at once, or of one part of a
     document for fill in the middle, which is like a whole document except for its number."""
-    ref: tuple  # (unit, document, piece or part): their numbers within the lane, the unit and the document
+    ref: tuple  # (unit = row group or slice, document, piece or part): numbers in the lane, unit and document
     is_last: bool  # these are the last tokens of the document or part
     tokens: memoryview  # uint32; the first piece of a document begins with BOS, and each part does
     next: tuple  # ref of the Piece to read after this one
@@ -144,24 +144,24 @@ class PieceReader:
                 parts = [tokens[1:] if ref[2] else tokens]
             yield parts
 
-    def _read(self, number, document, first_piece):
-        """Yields lists of (ref, TextPiece), from this piece of this document of the lane's unit `number` on."""
+    def _read(self, unit_number, document, first_piece):
+        """Yields lists of (ref, TextPiece), from this piece of this document of the lane's unit `unit_number` on."""
         units = self.shared.units
-        while number < self.num_units:
-            unit = units.get(self.number, number)
-            if number + 1 < self.num_units:
-                units.read_ahead(self.number, number + 1)
+        while unit_number < self.num_units:
+            unit = units.get(self.number, unit_number)
+            if unit_number + 1 < self.num_units:
+                units.read_ahead(self.number, unit_number + 1)
             while unit.first + document < unit.stop:
                 self.place = f"{unit.shard.file}, row group {unit.row_group}"
                 texts, following = units.read(unit, unit.first + document, first_piece, self.shared.read_bytes)
                 document = following - unit.first
                 first_piece = 0
-                named = [((number, text.document - unit.first, text.index), text) for text in texts]
+                named = [((unit_number, text.document - unit.first, text.index), text) for text in texts]
                 for i in range(0, len(named), GROUP_PIECES):
                     yield named[i:i + GROUP_PIECES]
                 if texts and not texts[-1].is_last:
                     first_piece = texts[-1].index + 1
-            number += 1
+            unit_number += 1
             document = 0
 
 
@@ -204,12 +204,12 @@ class Lane:
         if self.to_restore:
             self._restore(self.to_restore)
             self.to_restore = None
-        parts = []  # slices of documents, joined once at the end: each NumPy call costs a microsecond
+        slices = []  # of documents, joined once at the end: each NumPy call costs a microsecond
         states = []
         for _ in range(count):
-            self._fill(parts)
+            self._fill(slices)
             states.append(self._state())
-        return np.frombuffer(b"".join(parts), np.int32).reshape(count, self.row_tokens), states
+        return np.frombuffer(b"".join(slices), np.int32).reshape(count, self.row_tokens), states
 
     def _state(self):
         # Every row makes a state. Plain tuples, and refs as the keys of a dict, save 3 to 4 of 16 ns of packing per
@@ -232,16 +232,16 @@ class Lane:
                 raise BadInput(f"a document that the saved position in the data names cannot be read any more (lane "
                                f"{self.number}): restore the data, or begin a new run")
 
-    def _fill(self, parts):
-        """Appends the slices of documents that make up the next row to `parts`."""
+    def _fill(self, slices):
+        """Appends the slices of documents that make up the next row to `slices`."""
         first_short = self.short[0] if self.short else None
         # A row that continues a document repeats its last token, which counts once.
         self.tokens += self.row_tokens - bool(self.pending)
-        space = self._continue(parts, self.row_tokens)
+        space = self._continue(slices, self.row_tokens)
         while space:
             self._refill()
             if not self.refs:  # the end of the data
-                parts.append(np.full(space, PADDING, np.int32))
+                slices.append(np.full(space, PADDING, np.int32))
                 self.tokens -= space
                 break
             for piece in self._choose(space):
@@ -250,11 +250,11 @@ class Lane:
                 self.buffered_tokens -= length
                 del self.refs[piece.ref]
                 if length <= space and piece.is_last:  # the whole document fits
-                    parts.append(piece.tokens)
+                    slices.append(piece.tokens)
                     space -= length
                     continue
                 self.pending = piece, 0
-                space = self._continue(parts, space)
+                space = self._continue(slices, space)
                 if self.pending and not self._is_long(piece):  # it did not fit: its rest is dropped
                     self.dropped += len(piece.tokens) - self.pending[1] - 1
                     self.pending = None
@@ -291,8 +291,8 @@ class Lane:
         """Removes the Pieces that come next from the buffer and returns them, for a row with `space` tokens left. All
         of them fit except perhaps the last."""
         # Rows may cut long documents, but not short ones. So short ones fill the row exactly if some of them can, else
-        # a long one takes the rest of the row, and only without long ones a short one is cropped. The document that
-        # was read first goes first, so that none waits forever.
+        # a long one takes the rest of the row, and without a long one, or after PATIENCE_ROWS, a short one is cropped.
+        # The document that was read first goes first, so that none waits forever.
         if self.long and not (self.short and self.short[0].ref < self.long[0].ref):
             return [self.long.pop(0)]
         lengths = self.short_lengths
@@ -319,14 +319,14 @@ class Lane:
             del self.short_lengths[i]
         return [self.short.pop(i) for i in indices]
 
-    def _continue(self, parts, space):
+    def _continue(self, slices, space):
         """Appends as much of the pending document as fits into `space` tokens; returns the space left in the row."""
         while self.pending and space:
             piece, offset = self.pending
-            part = piece.tokens[offset:offset + space]
-            parts.append(part)
-            space -= len(part)
-            offset += len(part)
+            tokens = piece.tokens[offset:offset + space]
+            slices.append(tokens)
+            space -= len(tokens)
+            offset += len(tokens)
             if offset == len(piece.tokens) and piece.is_last:
                 self.pending = None
             elif not space:

@@ -1,17 +1,17 @@
-"""The loader: batches of token rows for one rank, made by background threads and restored exactly.
+"""The loader: micro-batches of token rows for one reader, made by background threads and restored exactly.
 
-    rows = RankRows(batch_size=8, seq_len=1024, rank=r, world_size=w)
+    rows = RankRows(batch_size=8, seq_len=1024, reader=r, readers=w)
     with DataLoader(open_text(flags), tokenizer, rows) as loader:
         for batch in loader:           # endless; a new tensor each time
             batch.rows                 # int32 (8, 1025): inputs are rows[:, :-1], targets rows[:, 1:]
-            batch.state                # {lane: JSON value} of this rank's lanes after this batch
+            batch.state                # {lane: JSON value} of this reader's lanes after this batch
             loader.stats               # counts up to this batch: rows, tokens, dropped, …
     DataLoader(…, num_rows=1000)       # the run's rows 0 to 999, or fewer if one pass over the data has fewer
     SyntheticLoader(n_vocab, rows)     # random tokens, without data
 
-Row n of a run comes from lane n mod num_lanes and goes to rank n mod world_size, which therefore owns the lanes rank,
-rank + world_size, …: a step sees the same tokens on any number of ranks. Each lane prefetches one block of rows, at
-first of one row; blocks grow with the rows taken.
+A reader is a rank, or the ranks along the axis tensor, which read the same. Row n of a run comes from lane n mod
+num_lanes and goes to reader n mod readers, which therefore owns every readers-th lane: a step sees the same tokens on
+any number of ranks. Each lane prefetches one block of rows, at first of one row; blocks grow with the rows taken.
 
 LanguageTask (train/language.py) opens one for training and one for each evaluation; base_eval opens one, too.
 docs/data.md explains the design.
@@ -29,9 +29,9 @@ from nanochat.data.shards import fingerprint
 from nanochat.data.units import Units
 from nanochat.device.mesh import divisors_in_words
 
-READ_AHEAD_BYTES = 256 << 20  # bytes of text that all lanes of a rank hold together, at most
+READ_AHEAD_BYTES = 256 << 20  # bytes of text that all lanes of a reader hold together, at most
 BLOCK_TOKENS = 1 << 15  # tokens of the rows that a worker makes at a time, at most (but at least one row)
-# An evaluation of few files, which may have fewer tokens than requested, reads them as one lane, of which every rank
+# An evaluation of few files, which may have fewer tokens than requested, reads them as one lane, of which every reader
 # packs all rows: among many lanes some would have no text, and others more than requested.
 SMALL_BYTES = 1 << 20  # of the files
 SMALL_BYTES_PER_TOKEN = 4  # of the files, per requested token; a token takes about one byte there
@@ -40,11 +40,11 @@ TIMEOUT_S = 540  # longer than the wait for a bucket, less than a step may take 
 
 @dataclass(frozen=True)
 class RankRows:
-    """Which rows a rank reads, and in what batches."""
-    batch_size: int  # rows in a batch
+    """Which rows a reader reads, and in what micro-batches."""
+    batch_size: int  # rows of a micro-batch
     seq_len: int  # T, one less than the tokens of a row
-    rank: int = 0
-    world_size: int = 1
+    reader: int = 0  # the number of this one, see Mesh.reader
+    readers: int = 1
     seed: int = 0  # of the order of the data
     num_lanes: int = NUM_LANES
     seq_len_before: int | None = None  # of the rows before the state to resume from; None: the same
@@ -52,14 +52,14 @@ class RankRows:
 
 @dataclass(frozen=True)
 class Batch:
-    """A rank's rows of a batch, and the positions in the data after it."""
+    """A reader's rows of a micro-batch, and the positions in the data after it."""
     rows: object  # a torch.Tensor, int32 (batch_size, seq_len + 1)
-    lanes: dict = field(repr=False)  # {lane: fields of its LaneState after this batch}, for the lanes of this rank
+    lanes: dict = field(repr=False)  # {lane: fields of its LaneState after this batch}, for this reader's lanes
     settings: dict = field(repr=False)  # for which the states are valid, see settings_of
 
     @property
     def state(self):
-        """The states of this rank's lanes after this batch, as {lane: JSON value}."""
+        """The states of this reader's lanes after this batch, as {lane: JSON value}."""
         return {lane: {"run": self.settings, **LaneState(*state)._asdict()} for lane, state in self.lanes.items()}
 
 
@@ -111,12 +111,12 @@ class RowQueue:
 
 
 def _work(wanted):
-    while (rows := wanted.get()) is not None:
-        rows.work()
+    while (row_queue := wanted.get()) is not None:
+        row_queue.work()
 
 
 class Loader:
-    """An iterator over the Batches of one rank, from lanes that each kind of loader makes: _make_lane(number, state,
+    """An iterator over the Batches of one reader, from lanes that each kind of loader makes: _make_lane(number, state,
     row_tokens).
 
     settings: those for which a saved state is valid, in addition to those of `rows`; num_documents: of an epoch.
@@ -124,22 +124,22 @@ class Loader:
     """
 
     problem = None  # see loss_eval.HeldOutRows
-    is_small = False  # whether every rank reads all of a small text, which may end before num_rows
-    _part = slice(None)  # this rank's part of the rows of a batch
+    is_small = False  # whether every reader reads all of a small text, which may end before num_rows
+    _part = slice(None)  # this reader's part of the rows of a batch
 
     def __init__(self, settings, rows, num_documents, *, state=None, num_rows=None, threads=2):
         settings |= {"num_lanes": rows.num_lanes, "seed": rows.seed, "seq_len": rows.seq_len}
-        states = check_lane_states(state, settings | {"seq_len": rows.seq_len_before or rows.seq_len}, rows.world_size)
+        states = check_lane_states(state, settings | {"seq_len": rows.seq_len_before or rows.seq_len}, rows.readers)
         self.fingerprint = settings["data"]
-        self.world_size = rows.world_size
+        self.readers = rows.readers
         self._num_documents = num_documents
         self._num_threads = threads
-        # The rows that all ranks have read together, a multiple of their number (check_lane_states), and this rank's
+        # The rows that all readers have read together, a multiple of their number (check_lane_states), and this one's
         # place in the next round of rows.
-        self._next_row = rows.rank + sum(lane.rows for lane in states.values())
-        self._states = {lane: states[lane] for lane in range(rows.rank, rows.num_lanes, rows.world_size)}
+        self._next_row = rows.reader + sum(lane.rows for lane in states.values())
+        self._states = {lane: states[lane] for lane in range(rows.reader, rows.num_lanes, rows.readers)}
         self._num_rows = math.inf if num_rows is None else num_rows
-        self.unfinished_lanes = set(self._states)  # this rank's lanes that have not come to the end of the data
+        self.unfinished_lanes = set(self._states)  # this reader's lanes that have not come to the end of the data
         self._start_threads(settings, rows.batch_size)
 
     # Any worker may make the block of any lane, in whatever order they come to it. Rows are served in the order of
@@ -152,14 +152,14 @@ class Loader:
         self.batch_size = batch_size
         self._error = None
         self._wanted = queue.SimpleQueue()  # RowQueues that need their next block; None ends a worker
-        self._rows = {}  # lane: its RowQueue
+        self._queues = {}  # lane: its RowQueue
         block_rows = max(1, BLOCK_TOKENS // self.seq_len)
         for number, state in self._states.items():
             lane = self._make_lane(number, LaneState(*state), self.seq_len + 1)
             num_rows = math.inf
             if self._num_rows != math.inf:
                 num_rows = len(range(number, self._num_rows, settings["num_lanes"]))
-            self._rows[number] = RowQueue(lane, block_rows, self._wanted, num_rows)
+            self._queues[number] = RowQueue(lane, block_rows, self._wanted, num_rows)
         self._threads = []
         for i in range(self._num_threads):
             self._threads.append(threading.Thread(target=_work, args=[self._wanted], name=f"tokenize-{i}", daemon=True))
@@ -171,23 +171,23 @@ class Loader:
     def __next__(self):
         if self._error:
             raise self._error
-        # The first row of the round of all ranks. So all end after the same batch, also those that have no row in it.
-        if self._next_row - self._next_row % self.world_size >= self._num_rows:
+        # The first row of the round of all readers. So all end after the same batch, also those that have no row in it.
+        if self._next_row - self._next_row % self.readers >= self._num_rows:
             raise StopIteration
         rows = np.full((self.batch_size, self.seq_len + 1), PADDING, dtype=np.int32)
         try:
             for i in range(self.batch_size):
                 lane = self._next_row % self.settings["num_lanes"]
                 if self._next_row < self._num_rows:
-                    rows[i], self._states[lane] = self._rows[lane].get()
+                    rows[i], self._states[lane] = self._queues[lane].get()
                     if rows[i, -1] == PADDING:
                         self.unfinished_lanes.discard(lane)
-                self._next_row += self.world_size
+                self._next_row += self.readers
         except BaseException as error:
             self._error = error  # rows of this batch are lost, so the loader cannot continue
             raise
         if self.is_small and (rows[:, 0] == PADDING).all():
-            raise StopIteration  # the text has ended, on every rank
+            raise StopIteration  # the text has ended, for every reader
         import torch  # here: the flags of a mixture are read without it
         return Batch(torch.from_numpy(rows)[self._part], dict(self._states), self.settings)
 
@@ -202,17 +202,17 @@ class Loader:
 
     @property
     def stats(self):
-        """Counts of this rank's lanes, from the beginning of the run to the last batch, as a dict.
+        """Counts of this reader's lanes, from the beginning of the run to the last batch, as a dict.
 
         rows, tokens (repeated ones count once), dropped tokens, documents begun; dropped_share, a fraction of all
-        tokens; and epoch, the number of passes over the data, if the other ranks read as fast.
+        tokens; and epoch, the number of passes over the data, if the other readers read as fast.
         """
         counts = dict.fromkeys(("rows", "tokens", "dropped", "documents"), 0)
         for state in self._states.values():
             for name in counts:
                 counts[name] += getattr(LaneState(*state), name)
         counts["dropped_share"] = counts["dropped"] / max(1, counts["tokens"] + counts["dropped"])
-        counts["epoch"] = counts["documents"] * self.world_size / self._num_documents
+        counts["epoch"] = counts["documents"] * self.readers / self._num_documents
         return counts
 
     def close(self):
@@ -237,12 +237,12 @@ class Loader:
 
 
 class DataLoader(Loader):
-    """An iterator over the Batches of one rank from shards, endless or over some rows.
+    """An iterator over the Batches of one reader from shards, endless or over some rows.
 
     shards: Shards. rows: which of their rows, RankRows.
-    state: the lane states of all ranks in one dict, saved with any world size; None begins a new run.
+    state: the lane states of all readers in one dict, saved with any number of them; None begins a new run.
     num_rows: for an evaluation, rows 0 to num_rows - 1 of a new run. It ends with the batch of the last row, or where
-        the data ends, after equally many batches on every rank. No document repeats: missing rows are lanes.PADDING.
+        the data ends, after equally many batches for every reader. No document repeats: missing rows are lanes.PADDING.
         For bits_per_byte, its tokens say which bytes they lost, see HubTokenizer.with_lost_bytes.
     infilling: rewrites documents for fill in the middle, see fim.py.
 
@@ -256,8 +256,8 @@ class DataLoader(Loader):
         if num_rows is not None and n_bytes < SMALL_BYTES and (
                 num_documents < rows.num_lanes or n_bytes < SMALL_BYTES_PER_TOKEN * num_rows * rows.seq_len):
             self.is_small = True
-            self._part = slice(rows.rank, None, rows.world_size)
-            rows = replace(rows, batch_size=rows.batch_size * rows.world_size, rank=0, world_size=1, num_lanes=1)
+            self._part = slice(rows.reader, None, rows.readers)
+            rows = replace(rows, batch_size=rows.batch_size * rows.readers, reader=0, readers=1, num_lanes=1)
         if num_rows is not None and tokenizer.losses:
             tokenizer = tokenizer.with_lost_bytes()
         self._shared = shared_by_lanes(shards, tokenizer, rows, infilling)
@@ -282,9 +282,9 @@ class SyntheticLoader(Loader):
 
 
 def shared_by_lanes(shards, tokenizer, rows, infilling, sources=1):
-    """Returns the SharedByLanes of a rank that reads the RankRows `rows`, from one of so many sources."""
+    """Returns the SharedByLanes of a reader of the RankRows `rows`, from one of so many sources."""
     # All lanes hold text at the same time, so each gets its share; lanes count as 16 at least.
-    read_bytes = READ_AHEAD_BYTES // max(16, rows.num_lanes // rows.world_size) // sources
+    read_bytes = READ_AHEAD_BYTES // max(16, rows.num_lanes // rows.readers) // sources
     return SharedByLanes(Units(shards, rows.num_lanes, rows.seed), tokenizer, read_bytes, infilling)
 
 
@@ -301,16 +301,16 @@ def settings_of(shards, tokenizer, infilling):
     return settings
 
 
-def check_lane_states(saved, settings, world_size):
+def check_lane_states(saved, settings, readers):
     """Returns {lane: LaneState} for all lanes: the `saved` states, or new ones if `saved` is None.
 
     `saved` is {lane: JSON value} of all lanes, as Batch.state returns it; `settings` are those of this
-    run. Raises BadInput if the states do not fit them or the number of ranks.
+    run. Raises BadInput if the states do not fit them or the number of readers.
     """
     num_lanes = settings["num_lanes"]
-    if num_lanes % world_size:
-        raise BadInput(f"{num_lanes} lanes cannot be divided among {world_size} ranks: "
-                       f"use {divisors_in_words(num_lanes, world_size)} ranks")
+    if num_lanes % readers:
+        raise BadInput(f"{num_lanes} lanes cannot be divided among {readers} ranks: "
+                       f"use {divisors_in_words(num_lanes, readers)} ranks")
     if saved is None:
         return dict.fromkeys(range(num_lanes), LaneState())
     lanes = {}
@@ -331,7 +331,7 @@ def check_lane_states(saved, settings, world_size):
     n_rows = sum(lane.rows for lane in lanes.values())
     if any(lane.rows != -(-(n_rows - number) // num_lanes) for number, lane in lanes.items()):
         raise BadInput("the saved lanes come from different steps: resume from another checkpoint")
-    if n_rows % world_size:
-        raise BadInput(f"{n_rows} rows were read so far, which is not possible with {world_size} ranks: "
-                       f"use {divisors_in_words(math.gcd(n_rows, num_lanes), world_size)} ranks")
+    if n_rows % readers:
+        raise BadInput(f"{n_rows} rows were read so far, which is not possible with {readers} ranks: "
+                       f"use {divisors_in_words(math.gcd(n_rows, num_lanes), readers)} ranks")
     return lanes

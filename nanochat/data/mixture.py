@@ -164,7 +164,7 @@ def _weights_of(weights, sources):
 
 
 class MixtureLoader(Loader):
-    """The endless batches of a rank from a Mixture. first_rows: the row of the run with which each stage begins."""
+    """The endless Batches of a reader from a Mixture. first_rows: the row of the run with which each stage begins."""
 
     def __init__(self, mixture, tokenizer, rows, first_rows, *, state=None, infilling=None):
         self._mixture = mixture
@@ -189,14 +189,14 @@ class MixtureLoader(Loader):
 
     @property
     def stats(self):
-        """As Loader.stats, and `sources`: {name: (tokens, epochs)} of all ranks, if they read as fast."""
+        """As Loader.stats, and `sources`: {name: (tokens, epochs)} of all readers, if they read as fast."""
         counts = super().stats
         counts["sources"] = {}
         for i, source in enumerate(self._mixture.sources):
             lanes = [LaneState(*state).sources for state in self._states.values()]
             states = [LaneState(*sources[i]) for sources in lanes if sources]
-            tokens = sum(state.tokens for state in states) * self.world_size
-            documents = sum(state.documents for state in states) * self.world_size
+            tokens = sum(state.tokens for state in states) * self.readers
+            documents = sum(state.documents for state in states) * self.readers
             counts["sources"][source.name] = tokens, documents / source.num_documents
         return counts
 

@@ -8,12 +8,57 @@ from nanochat.device.programs import one_program
 from nanochat.infer.quantize import Int8GPT
 from nanochat.infer.sample import never_stop
 from nanochat.model.config import in_whole
-from nanochat.model.decoder import KVCache
 from nanochat.model.layers import causal_mask
 
 BLOCK = 64  # positions to read at a time
 ROWS = 4  # see BlockCache
 MIN_PREFILL_LEN = 64  # on XLA
+
+
+class KVCache:
+    """Keys and values of each layer, (B, H_kv, max_len, head_dim). If keys are shifted, also `befores`, (B, max_len +
+    1, C_kv): at each position the keys of the previous one. The shapes never change, so XLA compiles once."""
+
+    def __init__(self, config, batch_size, max_len, dtype, device):
+        def zeros(*shape):
+            return [torch.zeros(batch_size, *shape, dtype=dtype, device=device) for _ in range(config.n_layer)]
+
+        self.keys = zeros(config.n_kv_head, max_len, config.head_dim)
+        self.values = zeros(config.n_kv_head, max_len, config.head_dim)
+        self.befores = []
+        if config.key_shift:
+            self.befores = zeros(max_len + 1, config.n_kv_head * config.head_dim)
+
+    def keys_before(self, layer, k, positions):
+        """Keeps k (B, T, C_kv) of `layer` at `positions`, as in attend. Returns the keys of the previous positions,
+        (B, T, C_kv); the first position gets 0."""
+        # Row p of `befores` is the key of position p - 1, and row 0 stays 0.
+        befores = self.befores[layer]
+        if positions.dim() == 1:
+            self.befores[layer] = befores = befores.index_copy(1, positions + 1, k)
+            return befores.index_select(1, positions)
+        everywhere = torch.arange(befores.size(1), device=k.device)  # the mask below is (B, max_len + 1, 1)
+        self.befores[layer] = befores = torch.where((positions + 1 == everywhere).mT, k, befores)
+        return befores.gather(1, positions.expand(-1, 1, k.size(-1)))
+
+    def attend(self, layer, q, k, v, positions, window):
+        """Writes k and v of `layer` to `positions`. Returns the attention of q (B, H, T, head_dim) to everything in the
+        cache at or before each position.
+
+        positions: (T,), the same for every row, or (B, 1, 1), one for each row's only token.
+        """
+        everywhere = torch.arange(self.keys[layer].size(2), device=k.device)
+        if positions.dim() == 1:
+            keys = self.keys[layer].index_copy(2, positions, k)
+            values = self.values[layer].index_copy(2, positions, v)
+        else:
+            is_here = (positions == everywhere)[..., None]  # (B, 1, max_len, 1)
+            keys = torch.where(is_here, k, self.keys[layer])
+            values = torch.where(is_here, v, self.values[layer])
+        self.keys[layer] = keys
+        self.values[layer] = values
+        mask = causal_mask(positions, everywhere, window)
+        return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, enable_gqa=q.size(1) != k.size(1))
 
 
 # A position in the n-th block of 64 attends to the first n blocks, with later positions masked, in products whose rows

@@ -139,11 +139,11 @@ class ChunkedLoss(torch.autograd.Function):
     chunk_tokens: the tokens of a chunk; in a loop at most, because all chunks have one size there
 
     On XLA, more than two chunks are a loop of the program, and the backward pass adds to the head's main_grad (see
-    GPT.create_main_grads).
+    Decoder.create_main_grads).
     """
 
     # The forward pass computes the gradients, while a chunk's logits are in memory: three products with the head, where
-    # a backward pass that computes the logits again has four. It keeps as much as the hidden states and the head.
+    # a backward pass that computes the logits again has four. Memory: gradients as large as hidden and head.
 
     @staticmethod
     def forward(ctx, hidden, head, targets, teaching, body, chunk_tokens):

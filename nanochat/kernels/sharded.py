@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from nanochat.device.collectives import all_reduce_in_groups, gather_in_groups, place_in_group, scatter_sum_in_groups
 from nanochat.device.xla_ops import use_device_of, wait_for
-from nanochat.model.layers import Ranks
+from nanochat.model.layers import TensorRanks
 from nanochat.model.models import DIVIDED_BY_INPUTS, UNDIVIDED
 
 NO_TOKEN = -1e9  # a logit whose exponential is 0, and whose differences are finite
@@ -115,11 +115,11 @@ class Sharding:
         return num_rows * place_in_group(self.tensor_groups, device)
 
     def ranks(self):
-        """Returns the Ranks of a layer that autograd differentiates."""
+        """Returns the TensorRanks of a layer that autograd differentiates."""
         def own(vector):
             return self.own_part(vector[None], vector.size(0) // len(self.tensor_groups[0]))[0]
 
-        return Ranks(partial(_Share.apply, self), partial(_Join.apply, self), own)
+        return TensorRanks(partial(_Share.apply, self), partial(_Join.apply, self), own)
 
     def own_part(self, x, width):
         """Returns own_columns, with a gradient."""
@@ -172,7 +172,7 @@ class Sharding:
 
 
 class _Share(torch.autograd.Function):
-    """See layers.Ranks."""
+    """See layers.TensorRanks."""
 
     @staticmethod
     def forward(ctx, sharding, x):
@@ -186,7 +186,7 @@ class _Share(torch.autograd.Function):
 
 
 class _Join(torch.autograd.Function):
-    """See layers.Ranks."""
+    """See layers.TensorRanks."""
 
     @staticmethod
     def forward(ctx, sharding, x):

@@ -1,6 +1,6 @@
 """The kernels `chunked` and `flash` on XLA: layers as a loop, and Pallas attention. xla_loss.py has their loss.
 
-Their backward passes add to the `main_grad` of the weights in place (see GPT.create_main_grads).
+Their backward passes add to the `main_grad` of the weights in place (see Decoder.create_main_grads).
 """
 from functools import cache, partial
 

@@ -1,6 +1,6 @@
 """Embedding and loss of the kernels `chunked` and `flash` on XLA: cross-entropy in chunks of tokens.
 
-Their backward passes add to the `main_grad` of the weights in place (see GPT.create_main_grads).
+Their backward passes add to the `main_grad` of the weights in place (see Decoder.create_main_grads).
 """
 from dataclasses import dataclass
 

@@ -64,7 +64,7 @@ class GPTConfig:
         self._check()
         quarter = 0
         if "S" in self.window_pattern:
-            quarter = in_whole(self.max_seq_len, 4 * 128) // 4  # in whole tiles of TPUs (nanochat)
+            quarter = in_whole(self.max_seq_len, 4 * 128) // 4  # in whole tiles of TPUs (karpathy/nanochat)
         set_default(self, "short_window", quarter)
 
     def _check(self):
@@ -107,8 +107,8 @@ class GPTConfig:
         return self.value_embeddings != "off"
 
     def adds_values(self):
-        """Returns whether each layer adds value embeddings. Every second layer does, the last one always (nanochat's
-        measurements; the idea is from arXiv 2410.17897)."""
+        """Returns whether each layer adds value embeddings. Every second layer does, the last one always
+        (karpathy/nanochat's measurements; the idea is from arXiv 2410.17897)."""
         return [self.has_values and (self.n_layer - layer) % 2 == 1 for layer in range(self.n_layer)]
 
     def windows(self):

@@ -15,52 +15,6 @@ from nanochat.model.logit_cap import LogitCap
 from nanochat.model.weights import layer_weights, shapes
 
 
-class KVCache:
-    """Keys and values of each layer, (B, H_kv, max_len, head_dim). If keys are shifted, also `befores`, (B, max_len +
-    1, C_kv): at each position the keys of the previous one. The shapes never change, so XLA compiles once."""
-
-    def __init__(self, config, batch_size, max_len, dtype, device):
-        def zeros(*shape):
-            return [torch.zeros(batch_size, *shape, dtype=dtype, device=device) for _ in range(config.n_layer)]
-
-        self.keys = zeros(config.n_kv_head, max_len, config.head_dim)
-        self.values = zeros(config.n_kv_head, max_len, config.head_dim)
-        self.befores = []
-        if config.key_shift:
-            self.befores = zeros(max_len + 1, config.n_kv_head * config.head_dim)
-
-    def keys_before(self, layer, k, positions):
-        """Keeps k (B, T, C_kv) of `layer` at `positions`, as in attend. Returns the keys of the previous positions,
-        (B, T, C_kv); the first position gets 0."""
-        # Row p of `befores` is the key of position p - 1, and row 0 stays 0.
-        befores = self.befores[layer]
-        if positions.dim() == 1:
-            self.befores[layer] = befores = befores.index_copy(1, positions + 1, k)
-            return befores.index_select(1, positions)
-        everywhere = torch.arange(befores.size(1), device=k.device)  # the mask below is (B, max_len + 1, 1)
-        self.befores[layer] = befores = torch.where((positions + 1 == everywhere).mT, k, befores)
-        return befores.gather(1, positions.expand(-1, 1, k.size(-1)))
-
-    def attend(self, layer, q, k, v, positions, window):
-        """Writes k and v of `layer` to `positions`. Returns the attention of q (B, H, T, head_dim) to everything in the
-        cache at or before each position.
-
-        positions: (T,), the same for every row, or (B, 1, 1), one for each row's only token.
-        """
-        everywhere = torch.arange(self.keys[layer].size(2), device=k.device)
-        if positions.dim() == 1:
-            keys = self.keys[layer].index_copy(2, positions, k)
-            values = self.values[layer].index_copy(2, positions, v)
-        else:
-            is_here = (positions == everywhere)[..., None]  # (B, 1, max_len, 1)
-            keys = torch.where(is_here, k, self.keys[layer])
-            values = torch.where(is_here, v, self.values[layer])
-        self.keys[layer] = keys
-        self.values[layer] = values
-        mask = layers.causal_mask(positions, everywhere, window)
-        return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, enable_gqa=q.size(1) != k.size(1))
-
-
 class Decoder(nn.Module):
     """Predicts tokens: model(ids) are logits, model(ids, targets) losses; `kernels` are how it computes.
 
@@ -129,8 +83,8 @@ class Decoder(nn.Module):
     def hidden(self, ids, cache=None, positions=None):
         """Final hidden states (B, T, C) of ids (B, T).
 
-        With a KVCache, or another object with its methods, `positions` are the ids' places in the text, as the cache
-        takes them. It writes their keys and values to the cache, and they see all earlier positions in it.
+        With a KVCache (infer/readers.py), or another object with its methods, `positions` are the ids' places in the
+        text, as the cache takes them. It writes their keys and values there, and they see all earlier positions in it.
         """
         x0 = self._begin(self.kernels.embedding(ids, self.wte, self.compute_dtype))  # (B, T, C)
         if self.kernels.run_layers and cache is None:
@@ -222,23 +176,23 @@ def initial_weights(config, seed=0):
         shape = shape_of.get(weight.name)
         if shape is None:
             continue
-        start = weight.start
-        if config.has_values and weight.start_with_values:
-            start = weight.start_with_values
+        initial = weight.initial
+        if config.has_values and weight.initial_with_values:
+            initial = weight.initial_with_values
         if weight.is_matrix:
             for layer in range(config.n_layer):
-                yield weight.name, layer, _drawn(start, shape[1:], config.n_embd, generator)
+                yield weight.name, layer, _drawn(initial, shape[1:], config.n_embd, generator)
         elif not weight.is_stack:
-            yield weight.name, None, _drawn(start, shape, config.n_embd, generator)
+            yield weight.name, None, _drawn(initial, shape, config.n_embd, generator)
         else:
-            of_layers = torch.linspace(start.first, start.last, config.n_layer)
+            of_layers = torch.linspace(initial.first, initial.last, config.n_layer)
             yield weight.name, None, of_layers.view(-1, *[1] * (len(shape) - 1)).expand(shape).clone()
 
 
-def _drawn(start, shape, width, generator):
-    if start.normal:
-        return torch.empty(shape).normal_(0.0, start.normal, generator=generator)
-    if start.uniform:
-        bound = start.uniform * (3 / width) ** 0.5  # a uniform distribution's bound is sqrt(3) × its deviation
+def _drawn(initial, shape, width, generator):
+    if initial.normal:
+        return torch.empty(shape).normal_(0.0, initial.normal, generator=generator)
+    if initial.uniform:
+        bound = initial.uniform * (3 / width) ** 0.5  # a uniform distribution's bound is sqrt(3) × its deviation
         return torch.empty(shape).uniform_(-bound, bound, generator=generator)
-    return torch.full(shape, start.first)
+    return torch.full(shape, initial.first)

@@ -19,7 +19,7 @@ class LayerOptions:
     layer_gates: bool = False  # see gate_of
     key_shift: bool = False  # see shift_keys
 
-    divides_heads = False  # whether `layer` takes Ranks: a GPT's heads are divided by the layer by hand
+    divides_heads = False  # whether `layer` takes TensorRanks: a GPT's heads are divided by the layer by hand
 
     @classmethod
     def of(cls, config):
@@ -57,7 +57,7 @@ class Products(NamedTuple):
 PLAIN = Products(F.linear, lambda h, weight: F.linear(h.square(), weight))
 
 
-class Ranks(NamedTuple):
+class TensorRanks(NamedTuple):
     """How the ranks along the axis tensor make one layer together: each computes with its own heads and hidden units.
     """
     share: Callable  # share(x): x, of which each rank uses a part or all; its gradient is the sum of the ranks'
@@ -65,7 +65,7 @@ class Ranks(NamedTuple):
     own: Callable  # own(vector): this rank's part of a vector that all of them have
 
 
-ALONE = Ranks(*[lambda x: x] * 3)
+ALONE = TensorRanks(*[lambda x: x] * 3)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields, replace
 from nanochat.common import BadInput, flag
 from nanochat.model.config import GPTConfig, in_whole, require_heads, require_limits, set_default
 from nanochat.model.rates import AdamW, OptimConfig, Rules
-from nanochat.model.weights import Rate, Start, Weight
+from nanochat.model.weights import Initial, Rate, Weight
 
 BETAS = (0.9, 0.95)
 WEIGHT_DECAY = 0.1  # of matrices and tables, times the learning rate, in each step
@@ -15,8 +15,8 @@ FRESH_LR = 6e-4  # of a model that begins from nothing
 # Qwen's makers name 3e-5 as the most (QwenLM/Qwen#784).
 BEGUN_LR = 1e-4
 
-RANDOM = Start(normal=0.02)  # as transformers begins
-ONES = Start.at(1.0)
+RANDOM = Initial(normal=0.02)  # as transformers begins
+ONES = Initial.at(1.0)
 _ADAM = Rate("")  # one rate for all, see LlamaConfig.rules
 WEIGHTS = (
     Weight("wte", "V C", "embedding", RANDOM, rate=_ADAM),

@@ -23,8 +23,8 @@ class LlamaOptions:
 
     def layer(self, x, x0, weights, rotary, text, value=None, products=PLAIN, ranks=ALONE):
         """One layer: returns x (B, T, C) after attention and MLP. This is the definition, as in transformers. The
-        arguments are those of layers.gpt_layer; x0 and value are unused. ranks: layers.Ranks, of which this one has its
-        own heads and hidden units."""
+        arguments are those of layers.gpt_layer; x0 and value are unused. ranks: layers.TensorRanks, of which this one
+        has its own heads and hidden units."""
         w = type(weights)(*(weight.to(x.dtype) for weight in weights))
         normed = ranks.share(norm(x, self.norm_eps) * w.attn_norm)
         q = products.linear(normed, w.attn_q)  # (B, T, H × head_dim)

@@ -16,7 +16,7 @@ from nanochat.model.rates import ADAM_EPS, AdamW, muon_momentum
 
 MUON_BETA2 = 0.95
 # Factors a, b, c of each step of Polar Express (arXiv 2505.16932), for matrices whose largest singular value is at most
-# 1, with a margin of 2% for rounding; computed by nanochat.
+# 1, with a margin of 2% for rounding; computed by karpathy/nanochat.
 POLAR_EXPRESS = ((8.156554524902461, -22.48329292557795, 15.878769915207462),
                  (4.042929935166739, -2.808917465908714, 0.5000178451051316),
                  (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
@@ -167,10 +167,10 @@ class MuonAdamW:
             self.mesh = Mesh(data=dist.world_size if dist else 1)
         shapes = {name: p.shape for name, p in model.named_parameters()}
         self.lengths = {name: shape[0] for name, shape in shapes.items()}
-        self.sharded = set()  # of the names
+        self.divided = set()  # of the names
         for name, shape in shapes.items():
             if parts and len(shape) > 1 and name not in UNDIVIDED:
-                self.sharded.add(name)
+                self.divided.add(name)
         self.masters = {}
         self.state = {}
         self.rule_of = {}
@@ -188,7 +188,7 @@ class MuonAdamW:
     # (_take_master). Those of a larger one come in slices through host memory, and only parts of them reach the device.
     def _place(self, model, weights, shapes):
         """Puts the model on the device, with this rank's parts of `weights`. Returns the optimizer's parts."""
-        found, masters = self.parts.collect(weights, {name: shapes[name] for name in self.sharded},
+        found, masters = self.parts.collect(weights, {name: shapes[name] for name in self.divided},
                                             model.training_dtype)
         for name, tensor in found.items():
             setattr(model, name, torch.nn.Parameter(tensor.to(self.dist.device)))
@@ -197,11 +197,11 @@ class MuonAdamW:
 
     def _take_master(self, name, p, training_dtype):
         """Returns the master of a parameter: itself, or a copy if the model computes with something else."""
-        if name not in self.sharded and training_dtype == torch.float32:
+        if name not in self.divided and training_dtype == torch.float32:
             return p
         master = self._part_of(name, p.detach()).clone()
         weight = p.detach()
-        if name in self.sharded and self.mesh.divides_weights:
+        if name in self.divided and self.mesh.divides_weights:
             weight = self.parts.of_model(name, weight).clone()
         p.data = weight.to(training_dtype)
         return master
@@ -225,7 +225,7 @@ class MuonAdamW:
     def scheduled(self, step):
         """Returns the numbers of `step` as a CPU tensor (4,), see Scheduled."""
         beta1, beta2 = self.rules.betas
-        age = self.rules.earlier_steps + step  # of the averages
+        age = self.rules.earlier_steps + step  # of the momenta
         return torch.tensor([self.rules.lr_multiplier(step), muon_momentum(age),
                              1 - beta1 ** (age + 1), 1 - beta2 ** (age + 1)], dtype=torch.float32)
 
@@ -256,7 +256,7 @@ class MuonAdamW:
             if master is not p:
                 new_weights[name] = master.to(p.dtype)
         if self.parts:
-            of_parts = {name: weight for name, weight in new_weights.items() if name in self.sharded}
+            of_parts = {name: weight for name, weight in new_weights.items() if name in self.divided}
             new_weights |= self.parts.new_weights(of_parts, self.lengths)
         for name, weight in new_weights.items():
             self.parameters[name].copy_(weight)
@@ -278,13 +278,13 @@ class MuonAdamW:
     def _moved(self, gradients, momentum):
         """Returns {name: what ByMuon gets} for gradients {name: (L, m, n)}: all matrices at once, because stacks of one
         shape are orthogonalised together."""
-        averages = {}
+        momenta = {}
         nesterov = {}  # Nesterov's momentum
         for name, gradient in gradients.items():
-            averages[name] = momentum * self.state[f"{name}.momentum"] + (1 - momentum) * gradient
-            nesterov[name] = momentum * averages[name] + (1 - momentum) * gradient
+            momenta[name] = momentum * self.state[f"{name}.momentum"] + (1 - momentum) * gradient
+            nesterov[name] = momentum * momenta[name] + (1 - momentum) * gradient
         directions = orthogonalised(nesterov, self.rules.matrix_dtype or torch.float32)
-        return {name: (averages[name], directions[name]) for name in averages}
+        return {name: (momenta[name], directions[name]) for name in momenta}
 
     def clear(self, sums=()):
         """Sets the sums of gradients and `sums` to zero, as every update does at its end."""
@@ -300,37 +300,37 @@ class MuonAdamW:
     # The parts of the ranks
 
     def _sum_over_ranks(self, sums):
-        """All-reduces `sums` in place. Returns the reduced gradients, {name: gradient}; of a sharded weight, this
+        """All-reduces `sums` in place. Returns the reduced gradients, {name: gradient}; of a divided weight, this
         rank's part."""
         gradients = {name: p.main_grad for name, p in self.parameters.items()}
         if self.dist:
-            whole = [gradient for name, gradient in gradients.items() if name not in self.sharded]
+            whole = [gradient for name, gradient in gradients.items() if name not in self.divided]
             whole += sums.values()
             all_reduce_sum(whole, self.dist)
             if self.mesh.tensor > 1:  # ranks along it have computed the same
                 for total in whole:
                     total /= self.mesh.tensor
         for name in gradients:
-            if name in self.sharded:
+            if name in self.divided:
                 gradients[name] = self.parts.sum_gradient(name, gradients[name])
         return gradients
 
     def _norm(self, gradients):
         """Returns the norm of all gradients together, {name: gradient or this rank's part of it}."""
-        parts = []
+        squares_of_parts = []
         whole = []
         for name, gradient in gradients.items():
-            squares = parts if name in self.sharded else whole
+            squares = squares_of_parts if name in self.divided else whole
             squares.append(gradient.square().sum())
-        if not parts:
+        if not squares_of_parts:
             return torch.stack(whole).sum().sqrt()
         # The ranks' parts do not overlap, and their padding is 0, so their squares add up. Whole gradients count once.
-        total = sum(parts)
+        total = sum(squares_of_parts)
         all_reduce_sum([total], self.dist)
         return (total + sum(whole)).sqrt()
 
     def _part_of(self, name, tensor):
-        return self.parts.of_optimizer(tensor) if name in self.sharded else tensor
+        return self.parts.of_optimizer(tensor) if name in self.divided else tensor
 
     @contextmanager
     def averaged_weights(self):
@@ -340,7 +340,7 @@ class MuonAdamW:
                 kept = {name: p.detach().clone() for name, p in self.parameters.items()}
                 for name, p in self.parameters.items():
                     average = self.state[f"{name}.average"].to(p.dtype)
-                    if name in self.sharded:
+                    if name in self.divided:
                         average = self.parts.new_weight(name, average, self.lengths[name])
                     p.copy_(average)
             yield
@@ -373,7 +373,7 @@ class MuonAdamW:
             parameter = _parameter_of(name)
             is_needed = names is None or name in names
             copy = None
-            if parameter in self.sharded:
+            if parameter in self.divided:
                 copy = self.parts.whole_on_host(tensor, self.lengths[parameter], is_needed)
             elif is_needed:
                 copy = tensor.detach().to("cpu", copy=True)

@@ -78,7 +78,7 @@ def run_lr_scale(run_tokens):
 
 
 def width_lr_scale(width):
-    """AdamW's learning rates scale with (width / 768)^-0.5 (nanochat)."""
+    """AdamW's learning rates scale with (width / 768)^-0.5 (karpathy/nanochat)."""
     return (width / REFERENCE_WIDTH) ** -0.5
 
 
@@ -121,8 +121,8 @@ class Rules:
 
 def gpt_rules(config, total_batch_size, num_iterations, width, matrix_dtype=None, earlier_steps=0,
               rate_horizon=-1):
-    """Returns a GPT's Rules. config: OptimConfig; total_batch_size: tokens of a step; rate_horizon: see StartFlags
-    (train/flags.py)."""
+    """Returns a GPT's Rules. config: OptimConfig; total_batch_size: tokens of a step; rate_horizon: in steps; 0: no
+    scaling by length; -1: the run's steps."""
     horizon = rate_horizon if rate_horizon > 0 else num_iterations
     scale = config.lr_scale * batch_lr_scale(total_batch_size)
     if rate_horizon:

@@ -1,4 +1,4 @@
-"""The weights of a model: name, shape, start, learning rate, and how a mesh divides each. A new weight is a line in
+"""The weights of a model: name, shape, initial values, rate, and how a mesh divides each. A new weight is a line in
 the table of its model: the model's parameters, a layer's weights (layer_weights), the initial weights, the optimizer's
 groups, the ranks' parts and the count of FLOPs follow from it. The table of the GPT is here, that of llama.py there.
 """
@@ -11,7 +11,7 @@ NUM_GATES = 3  # of a layer, see layers.py
 
 
 @dataclass(frozen=True)
-class Start:
+class Initial:
     """Initial values: random, or changing evenly from the first layer to the last."""
     normal: float = 0.0  # standard deviation of a normal distribution
     uniform: float = 0.0  # standard deviation of a uniform distribution, × sqrt(width)
@@ -37,8 +37,8 @@ class Weight:
     name: str
     shape: str  # as in `sizes`; a stack begins with L, a table with V
     group: str  # in which its parameters are counted
-    start: Start = Start()
-    start_with_values: Start | None = None  # in a model with value embeddings; None: the same
+    initial: Initial = Initial()
+    initial_with_values: Initial | None = None  # in a model with value embeddings; None: the same
     rate: Rate | None = None  # None: a matrix, which Muon updates
     divides: str = "outputs"  # what a mesh's axis tensor divides: outputs (or rows), inputs, or nothing
     only_with: str = ""  # the field of the config that requires it
@@ -62,29 +62,29 @@ class Weight:
         return self.is_stack and self.is_divided
 
 
-# Start: with attn_o and mlp_out at 0, a layer is the identity; with a small lm_head, predictions are almost uniform;
-# with gate_map at 0 and gate_scale at 1, every gate is 1. The numbers for value embeddings are nanochat's: they gain
-# 0.15 bits per byte with them, and nothing without (dev/log, 2026-11-24).
+# Initial: with attn_o and mlp_out at 0, a layer is the identity; with a small lm_head, predictions are almost uniform;
+# with gate_map at 0 and gate_scale at 1, every gate is 1. The numbers for value embeddings are karpathy/nanochat's:
+# value embeddings gain 0.15 bits per byte with its numbers, and nothing without (dev/log, 2026-11-24).
 # Rates: no others were tried for gates. Every layer multiplies the residual stream by resid_scale.
 WEIGHTS = (
-    Weight("wte", "V C", "embedding", Start(normal=1.0), Start(normal=0.8), Rate("embedding_lr", by_width=True)),
-    Weight("attn_q", "L C C", "matrices", Start(uniform=1.0)),
-    Weight("attn_k", "L C_kv C", "matrices", Start(uniform=1.0)),
-    Weight("attn_v", "L C_kv C", "matrices", Start(uniform=1.0)),
+    Weight("wte", "V C", "embedding", Initial(normal=1.0), Initial(normal=0.8), Rate("embedding_lr", by_width=True)),
+    Weight("attn_q", "L C C", "matrices", Initial(uniform=1.0)),
+    Weight("attn_k", "L C_kv C", "matrices", Initial(uniform=1.0)),
+    Weight("attn_v", "L C_kv C", "matrices", Initial(uniform=1.0)),
     Weight("attn_o", "L C C", "matrices", divides="inputs"),  # its inputs are the parts that attn_q, k and v make
-    Weight("mlp_in", "L M C", "matrices", Start(uniform=1.0), Start(uniform=0.4)),
+    Weight("mlp_in", "L M C", "matrices", Initial(uniform=1.0), Initial(uniform=0.4)),
     Weight("mlp_out", "L C M", "matrices", divides="inputs"),
-    Weight("resid_scale", "L", "scalars", Start.at(1.0), Start(first=1.15, last=1.05), Rate("scalar_lr", 0.01),
+    Weight("resid_scale", "L", "scalars", Initial.at(1.0), Initial(first=1.15, last=1.05), Rate("scalar_lr", 0.01),
            "nothing"),
-    Weight("x0_scale", "L", "scalars", Start.at(0.1), Start(first=0.2, last=0.05), Rate("scalar_lr"),
+    Weight("x0_scale", "L", "scalars", Initial.at(0.1), Initial(first=0.2, last=0.05), Rate("scalar_lr"),
            "nothing"),
     Weight("gate_map", "L G C", "gates", rate=Rate("", 0.001, by_width=True), divides="nothing",
            only_with="layer_gates"),
-    Weight("gate_scale", "L G 1", "gates", Start.at(1.0), rate=Rate("", 0.035), divides="nothing",
+    Weight("gate_scale", "L G 1", "gates", Initial.at(1.0), rate=Rate("", 0.035), divides="nothing",
            only_with="layer_gates"),
-    Weight("value_table", "V N", "value embeddings", Start(uniform=1.5), rate=Rate("embedding_lr", 0.5, by_width=True),
-           only_with="has_values"),
-    Weight("lm_head", "V C", "head", Start(normal=0.001), rate=Rate("unembedding_lr", by_width=True)),
+    Weight("value_table", "V N", "value embeddings", Initial(uniform=1.5),
+           rate=Rate("embedding_lr", 0.5, by_width=True), only_with="has_values"),
+    Weight("lm_head", "V C", "head", Initial(normal=0.001), rate=Rate("unembedding_lr", by_width=True)),
 )
 # In the order to print them.
 GROUPS = ("matrices", "embedding", "head", "scalars", "vectors", "gates", "value embeddings")

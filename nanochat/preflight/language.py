@@ -43,7 +43,7 @@ def trace_run(flags, chips):
     def evaluate():
         readers = plan.mesh.readers
         # Two batches: Programs.trace keeps the second one's program.
-        shape = RankRows(rows, length, world_size=readers, num_lanes=flags.data.num_lanes)
+        shape = RankRows(rows, length, readers=readers, num_lanes=flags.data.num_lanes)
         loader = SyntheticLoader(tokenizer.n_vocab, shape, num_rows=2 * rows * readers)
         bits_per_byte(training.model, loader, tokenizer.token_bytes(), dist, copies=plan.mesh.tensor)
 

@@ -1,7 +1,7 @@
 """The task of base_train: predict the next token of C++.
 
-It brings together what the other files of the spine define: the flags and the plan, batches of rows, the model and its
-optimizer, the loss. The trainer (trainer.py) calls LanguageTask through the interface in task.py; make_task, at the
+It brings together the flags (flags.py), the plan (plan.py), micro-batches of rows (row_feed.py), the model, its
+optimizer and the loss. The trainer (trainer.py) calls LanguageTask through the interface in task.py; make_task, at the
 end, makes one from the flags. evaluation.py has what it does between two steps.
 """
 from dataclasses import asdict, dataclass, field
@@ -80,8 +80,8 @@ class LanguageTask:
     about_data: tuple = ()  # lines, in the format of describe_plan
     start: StartingPoint | None = None  # of a run that has not begun yet
     validation_sets: dict = field(default_factory=dict)  # as in DataFlags; read once: a mixture may be edited later
-    sources: tuple = ()  # names of the mixture's
-    source: dict = field(default_factory=dict)  # see Meta
+    mixture_names: tuple = ()  # of its sources
+    origin_of_weights: dict = field(default_factory=dict)  # of a public model: see Meta.source
     source_zip: Path | None = None  # see Task
     name = "language"
 
@@ -92,7 +92,7 @@ class LanguageTask:
     @property
     def console(self):
         found = {f"val_bpb_{name}": f"{name} {{:.4f}}" for name in self.validation_sets if name}
-        return found | {f"tokens_{name}": f"{name} {{:,.0f}} tokens" for name in self.sources}
+        return found | {f"tokens_{name}": f"{name} {{:,.0f}} tokens" for name in self.mixture_names}
 
     @property
     def to_use_it(self):
@@ -116,7 +116,7 @@ class LanguageTask:
 
     def identity(self):
         return {"config": asdict(self.plan.config), "tokenizer_sha256": self.tokenizer.sha256,
-                "total_batch_size": self.plan.total_batch_size, "source": self.source}
+                "total_batch_size": self.plan.total_batch_size, "source": self.origin_of_weights}
 
     def state_bytes(self):
         with torch.device("meta"):  # shapes without memory
@@ -127,8 +127,8 @@ class LanguageTask:
 
     def open_batches(self, dist, step, lane_states=None):
         plan = self.plan
-        # The lanes' states are valid for rows of any length, but name the one of the step before, for which they were
-        # saved, and the loader compares it.
+        # The lanes' states are valid for rows of any length, but record the row length of the step before, for which
+        # they were saved, and the loader compares it.
         rows = self.rank_rows(dist, batch_size=plan.rows(step), seq_len=plan.seq_len(step), seed=self.flags.run.seed,
                           seq_len_before=plan.seq_len(max(step - 1, 0)))
         data = self.flags.data
@@ -142,9 +142,9 @@ class LanguageTask:
         return RowFeed(loader, plan, step, dist.rank)
 
     def rank_rows(self, dist, **options):
-        # Chips along the axis tensor read the same rows: together they are one rank for the loader.
+        # Chips along the axis tensor read the same rows: together they are one of its readers.
         mesh = self.plan.mesh
-        return RankRows(rank=mesh.reader(dist.rank), world_size=mesh.readers, num_lanes=self.num_lanes, **options)
+        return RankRows(reader=mesh.reader(dist.rank), readers=mesh.readers, num_lanes=self.num_lanes, **options)
 
     def _open_mixture(self, rows, step, lane_states):
         data = self.flags.data
@@ -248,10 +248,10 @@ def make_task(flags, device_type, world_size, directory, checkpoint=None):
     flags = flags.replace(eval_tokens=_eval_tokens(flags.record.eval_tokens, plan),
                           teacher=str(teacher.path) if teacher else "")
     begun_with = checkpoint or (start.path if start else None)
-    source = (saved or start.meta).source if begun_with else {}
-    source_zip = begun_with / SOURCE if source else None
+    origin_of_weights = (saved or start.meta).source if begun_with else {}
+    source_zip = begun_with / SOURCE if origin_of_weights else None
     return LanguageTask(flags, plan, tokenizer, teacher, data_fingerprint, about_data, start,
-                        flags.data.validation_sets(), flags.data.source_names(), source, source_zip)
+                        flags.data.validation_sets(), flags.data.source_names(), origin_of_weights, source_zip)
 
 
 def _eval_tokens(asked, plan):

@@ -8,7 +8,7 @@ For the task of C++ (language.py), run() does this:
     for _ in range(micro_steps):
         rows = next(batches)["rows"].to(device)                    # (B, T + 1)
         loss = model(rows[:, :-1], rows[:, 1:])                    # forward
-        (loss / (micro_steps × ranks)).backward()                  # adds to each weight's main_grad
+        (loss / (micro_steps × readers)).backward()                # adds to each weight's main_grad
     optimizer.update(scheduled, sums)                              # sums main_grad over the ranks; Muon and AdamW
 
 The trainer (trainer.py), preflight and benches run this class. A task brings the model, optimizer, objective and

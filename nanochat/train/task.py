@@ -46,7 +46,7 @@ class Task(Protocol):
     origin: str | None  # the checkpoint with which a new run begins, as text that all hosts must agree on
     source_zip: Path | None  # the on_disk.SOURCE that every checkpoint of the run holds, too
     to_use_it: str  # the end of a line that says where the model is: a command that uses it, or ""
-    num_lanes: int  # the number of data states in a checkpoint, of all ranks together
+    num_lanes: int  # how many lanes (docs/glossary.md) there are, whose states a checkpoint has
 
     def describe(self):
         """Returns the plan as lines for a person."""

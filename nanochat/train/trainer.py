@@ -164,7 +164,7 @@ class Trainer:
         if self.nonfinite.are_too_many:
             self.report_nonfinite()
         elif is_stopped:
-            self.save()
+            self.save()  # once per step, see Saves
         self.batches.close()
         is_saved = self.saves.finish(self.liveness.asked_from_now_on())
         if self.dist.rank > 0:

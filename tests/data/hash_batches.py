@@ -15,7 +15,7 @@ from scripts import base_train
 
 class HashingLoader(dataloader.DataLoader):
     def __next__(self):
-        first, step = self._next_row, self.world_size
+        first, step = self._next_row, self.readers
         batch = super().__next__()
         numbers = range(first, first + step * len(batch.rows), step)
         lines = "".join(f"{number} {zlib.crc32(row.numpy())}\n"

@@ -57,9 +57,9 @@ def open_loader(shards, **options):
     return documents.open_loader(shards, **{"seq_len": 1024, "num_lanes": LANES, **options})
 
 
-def steps_of(shards, steps=150, world_size=1, **options):
+def steps_of(shards, steps=150, readers=1, **options):
     """The rows of each step, and the states after it. 150 steps are one pass over the data and a quarter."""
-    return list(read_steps(shards, steps, world_size, loader=open_loader, **options))
+    return list(read_steps(shards, steps, readers, loader=open_loader, **options))
 
 
 def assert_same(found, expected):
@@ -105,7 +105,7 @@ def test_shards_have_the_order_and_the_fingerprint_of_those_on_disk_also_in_fold
 
 
 def test_batches_are_those_from_disk_and_the_cache_keeps_its_limit(folder, storage, base_dir):
-    expected = steps_of(list_shards(folder), world_size=2)
+    expected = steps_of(list_shards(folder), readers=2)
     peak, is_over = [], threading.Event()
 
     def watch():
@@ -116,7 +116,7 @@ def test_batches_are_those_from_disk_and_the_cache_keeps_its_limit(folder, stora
     (base_dir / CACHE_DIR).mkdir(parents=True)
     watcher = threading.Thread(target=watch)
     watcher.start()
-    found = steps_of(shards, world_size=2)
+    found = steps_of(shards, readers=2)
     is_over.set()
     watcher.join()
     assert_same(found, expected)
@@ -128,7 +128,7 @@ def test_a_run_goes_on_from_disk_to_a_bucket_and_back(folder, storage):
     expected, places = steps_of(list_shards(folder), 60), [folder, URL, folder, URL]
     state, found = None, []
     for begin, place in zip(range(0, 60, 15), places, strict=True):
-        found += steps_of(list_shards(place), 15, world_size=1 + begin % 2, state=state)
+        found += steps_of(list_shards(place), 15, readers=1 + begin % 2, state=state)
         state = found[-1][1]
     assert_same(found, expected)
 

@@ -171,13 +171,13 @@ def open_fim(tmp_path, byte_tokenizer_dir, monkeypatch):
 
 def test_a_step_has_the_same_rows_for_any_number_of_ranks_and_is_restored_exactly(open_fim):
     steps = list(read_steps(None, 30, 1, loader=open_fim))
-    for world_size in (2, 4, 8):
-        again = read_steps(None, 30, world_size, loader=open_fim)
+    for readers in (2, 4, 8):
+        again = read_steps(None, 30, readers, loader=open_fim)
         assert all(torch.equal(rows, expected) for (rows, _), (expected, _) in zip(again, steps, strict=True))
     parts = 0
-    for k, world_size in zip(range(28), itertools.cycle((1, 2, 4, 8)), strict=False):
+    for k, readers in zip(range(28), itertools.cycle((1, 2, 4, 8)), strict=False):
         for (rows, after), (expected, expected_after) in zip(
-                read_steps(None, 2, world_size, loader=open_fim, state=steps[k][1]), steps[k + 1:k + 3], strict=True):
+                read_steps(None, 2, readers, loader=open_fim, state=steps[k][1]), steps[k + 1:k + 3], strict=True):
             assert torch.equal(rows, expected) and after == expected_after, f"restored after step {k}"
         parts += sum(ref[2] > 0 for lane in steps[k][1].values() for ref in [lane["next"], *lane["buffer"]])
     assert parts > 100  # parts of documents were waiting

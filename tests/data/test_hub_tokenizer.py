@@ -209,7 +209,7 @@ def test_a_restored_lane_gives_the_same_rows(tmp_path, made, make, fim_rate):
         return
     texts = [*HEADERS[:30], CONTROL * 9, "e\u0301\u2581x" * 99]
     shard = write(tmp_path / "shard.parquet", texts, row_group_size=7)
-    options = {"tokenizer": ours, "fim_rate": fim_rate, "world_size": 1, "rows_per_step": 8}
+    options = {"tokenizer": ours, "fim_rate": fim_rate, "readers": 1, "rows_per_step": 8}
     steps = list(read_steps([shard], 6, **options))
     again = read_steps([shard], 3, state=steps[2][1], **options)
     for (rows, state), (expected, expected_state) in zip(again, steps[3:], strict=True):

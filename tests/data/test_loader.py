@@ -36,15 +36,15 @@ def shards(tmp_path, monkeypatch):
             for i in range(3)]
 
 
-def read_steps(shards, steps, world_size, rows_per_step=16, batch_size=None, loader=open_loader, **options):
+def read_steps(shards, steps, readers, rows_per_step=16, batch_size=None, loader=open_loader, **options):
     """Yields the rows of each global step in their order, and the state of all ranks after it."""
-    batch_size = batch_size or rows_per_step // world_size
-    loaders = [loader(shards, batch_size=batch_size, rank=rank, world_size=world_size, **options)
-               for rank in range(world_size)]
+    batch_size = batch_size or rows_per_step // readers
+    loaders = [loader(shards, batch_size=batch_size, reader=reader, readers=readers, **options)
+               for reader in range(readers)]
     try:
         for _ in range(steps):
             micro_steps = []
-            for _ in range(rows_per_step // (batch_size * world_size)):
+            for _ in range(rows_per_step // (batch_size * readers)):
                 batches = [next(loader) for loader in loaders]
                 micro_steps += [row for rows in zip(*(batch.rows for batch in batches), strict=True) for row in rows]
             state = {lane: saved for batch in batches for lane, saved in batch.state.items()}
@@ -62,26 +62,26 @@ def open_synthetic(_, **options):
 
 @pytest.mark.parametrize("loader", [open_loader, open_synthetic])
 def test_a_step_has_the_same_tokens_for_any_number_of_ranks(shards, loader):
-    def run(world_size, batch_size, seed=0):
-        steps = read_steps(shards, 20, world_size, batch_size=batch_size, loader=loader, seed=seed)
+    def run(readers, batch_size, seed=0):
+        steps = read_steps(shards, 20, readers, batch_size=batch_size, loader=loader, seed=seed)
         return torch.stack([rows for rows, _ in steps])
 
     reference = run(1, 16)
-    for world_size, batch_size in ((1, 2), (1, 1), (2, 8), (2, 4), (4, 4), (4, 1), (8, 2), (8, 1)):
-        assert torch.equal(run(world_size, batch_size), reference), (world_size, batch_size)
+    for readers, batch_size in ((1, 2), (1, 1), (2, 8), (2, 4), (4, 4), (4, 1), (8, 2), (8, 1)):
+        assert torch.equal(run(readers, batch_size), reference), (readers, batch_size)
     assert torch.equal(run(1, 16), reference)
     assert not torch.equal(run(1, 16, seed=1), reference)
     assert len(set(map(tuple, reference.flatten(0, 1).tolist()))) == reference.shape[0] * reference.shape[1]
 
 
 def test_it_is_restored_exactly_after_every_step_on_any_number_of_ranks(shards):
-    steps = list(read_steps(shards, 30, world_size=1))
+    steps = list(read_steps(shards, 30, readers=1))
     in_the_middle_of = Counter()
-    for k, world_size in zip(range(len(steps) - 2), itertools.cycle((1, 2, 4, 8)), strict=False):
+    for k, readers in zip(range(len(steps) - 2), itertools.cycle((1, 2, 4, 8)), strict=False):
         state = steps[k][1]
         for (rows, after), (expected, expected_after) in zip(
-                read_steps(shards, 2, world_size, state=state), steps[k + 1:k + 3], strict=True):
-            assert torch.equal(rows, expected), f"restored after step {k} on {world_size} ranks"
+                read_steps(shards, 2, readers, state=state), steps[k + 1:k + 3], strict=True):
+            assert torch.equal(rows, expected), f"restored after step {k} on {readers} ranks"
             assert after == expected_after
         for lane in state.values():
             in_the_middle_of["document"] += bool(lane["pending"])
@@ -94,16 +94,16 @@ def test_rows_become_longer_at_a_step_and_hold_the_same_whatever_the_ranks_and_w
     """Steps of 16 × 128 tokens, in rows of 32, 64 and then 128."""
     lengths = [32] * 4 + [64] * 3 + [128] * 4
 
-    def run(world_size, begin=0, state=None):
+    def run(readers, begin=0, state=None):
         before, now = lengths[max(begin - 1, 0)], lengths[begin]
-        loaders = [open_loader(shards, rank=rank, world_size=world_size, seq_len=now, state=state,
-                               seq_len_before=before, batch_size=2048 // now // world_size)
-                   for rank in range(world_size)]
+        loaders = [open_loader(shards, reader=reader, readers=readers, seq_len=now, state=state,
+                               seq_len_before=before, batch_size=2048 // now // readers)
+                   for reader in range(readers)]
         for step in range(begin, len(lengths)):
             if lengths[step] != now:
                 now = lengths[step]
                 for loader in loaders:
-                    loader.change_rows(2048 // now // world_size, now)
+                    loader.change_rows(2048 // now // readers, now)
             batches = [next(loader) for loader in loaders]
             yield (torch.stack([batch.rows for batch in batches], dim=1).flatten(0, 1),
                    as_saved({lane: saved for batch in batches for lane, saved in batch.state.items()}))
@@ -113,10 +113,10 @@ def test_rows_become_longer_at_a_step_and_hold_the_same_whatever_the_ranks_and_w
 
     steps = list(run(1))
     assert [tuple(rows.shape) for rows, _ in steps] == [(2048 // length, length + 1) for length in lengths]
-    for world_size in (2, 4):
-        assert all(torch.equal(a, b) for (a, _), (b, _) in zip(steps, run(world_size), strict=True))
-    for begin, world_size in zip(range(1, len(lengths)), itertools.cycle((1, 2, 4)), strict=False):
-        for (rows, state), (expected, after) in zip(run(world_size, begin, steps[begin - 1][1]), steps[begin:],
+    for readers in (2, 4):
+        assert all(torch.equal(a, b) for (a, _), (b, _) in zip(steps, run(readers), strict=True))
+    for begin, readers in zip(range(1, len(lengths)), itertools.cycle((1, 2, 4)), strict=False):
+        for (rows, state), (expected, after) in zip(run(readers, begin, steps[begin - 1][1]), steps[begin:],
                                                     strict=True):
             assert torch.equal(rows, expected) and state == after, f"resumed before step {begin}"
     with pytest.raises(BadInput, match="seq_len 64, .* 32"):
@@ -191,13 +191,13 @@ def test_nothing_but_short_documents_is_packed_nearly_without_loss(tmp_path):
 def test_little_data_keeps_every_rank_busy(tmp_path, monkeypatch, texts, row_group_size):
     monkeypatch.setattr(loader_module, "BLOCK_TOKENS", 500)
     shards = [write(tmp_path / "a.parquet", texts, row_group_size)]
-    for rank in range(8):
-        with open_loader(shards, rank=rank, world_size=8) as loader:
+    for reader in range(8):
+        with open_loader(shards, reader=reader, readers=8) as loader:
             for batch in itertools.islice(loader, 2):
                 assert batch.rows.shape == (4, 129)
-    steps = list(read_steps(shards, 4, world_size=1))
+    steps = list(read_steps(shards, 4, readers=1))
     for k in range(2):
-        rows, _ = next(read_steps(shards, 1, world_size=2, state=steps[k][1]))
+        rows, _ = next(read_steps(shards, 1, readers=2, state=steps[k][1]))
         assert torch.equal(rows, steps[k + 1][0])
 
 
@@ -207,19 +207,19 @@ def test_an_evaluation_has_every_document_once_and_the_same_rows_on_any_number_o
     monkeypatch.setattr(loader_module, "SMALL_BYTES", small_bytes)
     num_lanes = 1 if small_bytes else 8
 
-    def read(world_size):
-        batches = [list(open_loader(shards, rank=rank, world_size=world_size, num_rows=3840, batch_size=8))
-                   for rank in range(world_size)]
+    def read(readers):
+        batches = [list(open_loader(shards, reader=reader, readers=readers, num_rows=3840, batch_size=8))
+                   for reader in range(readers)]
         return torch.stack([row for of_ranks in zip(*batches, strict=True)
                             for rows in zip(*(batch.rows for batch in of_ranks), strict=True) for row in rows])
 
     rows = read(1)
     assert len(rows) == 3840 or small_bytes and 500 < len(rows) < 1500 and (rows[-64:] != PADDING).any()
-    for world_size in (2, 4, 8):
-        again = read(world_size)
+    for readers in (2, 4, 8):
+        again = read(readers)
         n = min(len(rows), len(again))  # the last batch is longer on more ranks
         assert torch.equal(again[:n], rows[:n]) and (torch.cat([again[n:], rows[n:]]) == PADDING).all()
-    endless, _ = next(read_steps(shards, 1, world_size=1, rows_per_step=16, num_lanes=num_lanes))
+    endless, _ = next(read_steps(shards, 1, readers=1, rows_per_step=16, num_lanes=num_lanes))
     assert torch.equal(rows[:16], endless)
     with open_loader(shards, num_rows=3840) as loader:
         read_all = [batch.rows for batch in loader]
@@ -262,9 +262,9 @@ def test_batches_are_fresh_tensors(shards):
 
 
 def test_what_does_not_fit_is_one_clear_line(shards, tmp_path):
-    (_, state), = read_steps(shards, 1, world_size=1)
+    (_, state), = read_steps(shards, 1, readers=1)
     cases = [
-        (dict(world_size=3), "8 lanes cannot be divided among 3 ranks: use 2 or 4 ranks"),
+        (dict(readers=3), "8 lanes cannot be divided among 3 ranks: use 2 or 4 ranks"),
         (dict(state=state, seed=1), "is for seed 0, but this run has 1"),
         (dict(state=state, seq_len=64), "is for seq_len 128, but this run has 64"),
         (dict(state=state, num_lanes=16), "is for num_lanes 8, but this run has 16"),
@@ -279,7 +279,7 @@ def test_what_does_not_fit_is_one_clear_line(shards, tmp_path):
     with open_loader(shards, batch_size=1) as loader:
         odd = [next(loader) for _ in range(6)][-1].state
     with pytest.raises(BadInput, match="6 rows .* 4 ranks: use 2 ranks"):
-        open_loader(shards, world_size=4, state=odd)
+        open_loader(shards, readers=4, state=odd)
     with pytest.raises(BadInput, match="every document is empty"):
         open_loader([write(tmp_path / "empty.parquet", ["", None])])
 

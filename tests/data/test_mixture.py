@@ -52,13 +52,13 @@ def open_mixed(data, **options):
 
 def test_rows_are_the_same_on_any_number_of_ranks_and_wherever_a_run_resumes(data):
     steps = list(read_steps(data, 60, 1, loader=open_mixed))
-    for world_size in (2, 4, 8):
+    for readers in (2, 4, 8):
         assert all(torch.equal(rows, expected) and state == after for (rows, state), (expected, after) in
-                   zip(read_steps(data, 60, world_size, loader=open_mixed), steps, strict=True))
+                   zip(read_steps(data, 60, readers, loader=open_mixed), steps, strict=True))
     # 15 and 23 are the steps before an edge.
-    for k, world_size in zip((0, 7, 14, 15, 16, 22, 23, 30, 45, 57), itertools.cycle((1, 2, 4, 8)), strict=False):
+    for k, readers in zip((0, 7, 14, 15, 16, 22, 23, 30, 45, 57), itertools.cycle((1, 2, 4, 8)), strict=False):
         for (rows, state), (expected, after) in zip(
-                read_steps(data, 2, world_size, loader=open_mixed, state=steps[k][1]), steps[k + 1:k + 3], strict=True):
+                read_steps(data, 2, readers, loader=open_mixed, state=steps[k][1]), steps[k + 1:k + 3], strict=True):
             assert torch.equal(rows, expected) and state == after, f"restored after step {k}"
 
 

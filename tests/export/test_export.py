@@ -20,9 +20,9 @@ from nanochat.data.tokenizer import SHIPPED_DIR, Tokenizer, load_tokenizer
 from nanochat.data.tokenizer_files import LLAMA_CPP_PATTERN
 from nanochat.export import export
 from nanochat.export.tokenizer_json import tokenizer_json
+from nanochat.infer.readers import KVCache
 from nanochat.kernels.choose import get_kernels
 from nanochat.model.config import GPTConfig
-from nanochat.model.decoder import KVCache
 from nanochat.model.gpt import GPT
 from scripts import export as script
 from tests.checkpoint.states import make_meta, names

@@ -9,9 +9,9 @@ import torch_xla
 
 from nanochat.common import BadInput
 from nanochat.infer.quantize import Int8GPT
+from nanochat.infer.readers import KVCache
 from nanochat.kernels.choose import get_kernels
 from nanochat.model.config import GPTConfig
-from nanochat.model.decoder import KVCache
 from nanochat.model.gpt import GPT
 from nanochat.model.layers import IGNORE_INDEX, LayerOptions
 

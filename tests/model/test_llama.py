@@ -8,9 +8,8 @@ import torch_xla
 from nanochat.common import BadInput
 from nanochat.device.ranks import Dist
 from nanochat.export.llama import weights
-from nanochat.infer.readers import BLOCK, Reader, StaticReader
+from nanochat.infer.readers import BLOCK, KVCache, Reader, StaticReader
 from nanochat.kernels.choose import get_kernels
-from nanochat.model.decoder import KVCache
 from nanochat.model.llama import LlamaConfig
 from nanochat.model.models import config_from_flags, settled
 from nanochat.model.weights import shapes
