@@ -15,7 +15,7 @@ class EndsEarly(DataLoader):
     """Cannot read more than a batch."""
 
     def __next__(self):
-        if self._next_row >= self.world_size:
+        if self._next_row >= self.readers:
             raise BadInput("shard_00000.parquet cannot be read")
         return super().__next__()
 
@@ -27,7 +27,7 @@ def main(argv):
 
     def open_text(task, split, data, rows, *args, **options):
         nonlocal evaluations
-        is_failing = split == "val" and rows.rank == int(os.environ["FAILING_RANK"])
+        is_failing = split == "val" and rows.reader == int(os.environ["FAILING_RANK"])
         if is_failing:
             evaluations += 1
             if evaluations == 1:
