@@ -65,7 +65,7 @@ def test_it_begins_with_the_plan_that_base_train_prints(monkeypatch, tiny, tiny_
     flags = parse_flags([*tiny, "--kernel=current"])
     tokenizer = load_tokenizer(flags.data.tokenizer_dir)
     plan = make_plan(flags, tokenizer.n_vocab, "tpu", 4)
-    lines = LanguageTask(flags, plan, tokenizer, {}, None, None).describe()
+    lines = LanguageTask(flags, plan, tokenizer, None, None).describe()
     assert lines[0].split() == "devices 4 × v5litepod-4, kernel current, bfloat16 compute".split()
     assert tiny_process.stdout.splitlines()[:len(lines)] == lines
 
@@ -120,7 +120,7 @@ def test_bad_flags_are_found_before_anything_is_traced(tiny, flags, message):
 
 
 def test_a_search_for_what_is_given_is_refused_before_anything_is_traced(tiny):
-    with pytest.raises(BadInput, match="--find_mesh .* --mesh_fsdp=4 .*: leave both out"):
+    with pytest.raises(BadInput, match="--find_mesh .* --mesh_fsdp=4 .*: leave it out"):
         tpu_preflight.main([*tiny, "--accelerator=v6e-4", "--find_mesh", "--mesh_fsdp=4"])
 
 
