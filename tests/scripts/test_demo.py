@@ -7,7 +7,7 @@ from nanochat.checkpoint.on_disk import META, find_checkpoint
 from nanochat.common import read_flags
 from nanochat.infer.flags import ModelFlags
 from scripts import demo
-from scripts.serve import LimitFlags, ServerFlags
+from scripts.serve import ServerFlags
 
 
 def test_the_demo_ends_with_the_command_that_opens_its_model(base_dir, corpus_dir, monkeypatch, capsys):
@@ -25,5 +25,5 @@ def test_the_demo_ends_with_the_command_that_opens_its_model(base_dir, corpus_di
     monkeypatch.setattr(demo, "run", leave)
     demo.main([])
     [command] = re.findall("in your browser.*\n  python3 -m scripts.serve (.*)", capsys.readouterr().out)
-    model, _, _ = read_flags(shlex.split(command), "", {ModelFlags: "", ServerFlags: "", LimitFlags: ""})
+    model, _ = read_flags(shlex.split(command), "", {ModelFlags: "", ServerFlags: ""})
     assert find_checkpoint(model.checkpoint).resolve() == run_dir / "step_000002"
