@@ -21,6 +21,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # likewise, for a shel
 os.environ["PJRT_DEVICE"] = "CPU"
 os.environ["CPU_NUM_DEVICES"] = "1"
 os.environ["WANDB_MODE"] = "offline"
+os.environ.pop("NANOCHAT_BASE_DIR", None)  # a shell's, where another tokenizer may be; fixtures of a module see it
 os.environ["XLA_FLAGS"] = CHEAP_COMPILATION
 os.environ["OMP_NUM_THREADS"] = "1"  # threads that wait for one another cost more than these tiny products
 # The processes that tests start import quickly, and so does this one.

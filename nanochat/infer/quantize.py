@@ -13,6 +13,8 @@ from nanochat.kernels.int8 import rounded
 from nanochat.model.layers import ATTENTION, MLP, VALUES, CachedText, WholeText
 
 KNOWN = {"head_dim", "layer_gates", "key_shift"}  # the LayerOptions that this file computes
+WEIGHTS = {"wte", "value_table", "lm_head", "resid_scale", "x0_scale", "attn_q", "attn_k", "attn_v", "attn_o", "mlp_in",
+           "mlp_out", "gate_map", "gate_scale"}
 TINY = 1e-30  # replaces 0 as a divisor
 _linear = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32
 
@@ -52,7 +54,8 @@ class Int8GPT:
         """matrix: makes the matrices. Raises BadInput if this machine's PyTorch has no such products."""
         if "fbgemm" not in torch.backends.quantized.supported_engines:
             raise BadInput("--quantize=int8 needs an x86 processor: leave it out")
-        if unknown := model.options.unknown(KNOWN):
+        unknown = model.options.unknown(KNOWN) or ", ".join(sorted(model.state_dict().keys() - WEIGHTS))
+        if unknown:
             raise BadInput(f"--quantize=int8 is not for a model with {unknown}: leave it out")
         self.config = model.config
         self.options = model.options

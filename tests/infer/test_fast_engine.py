@@ -72,6 +72,13 @@ def test_without_rounding_it_computes_what_the_gpt_does(options):
     torch.testing.assert_close(exact(ids), model(ids), atol=1e-4, rtol=1e-3)
 
 
+def test_a_weight_that_the_8_bit_reader_does_not_know_is_refused():
+    model = make_model()
+    model.channel_scale = torch.nn.Parameter(torch.ones(8))
+    with pytest.raises(BadInput, match="--quantize=int8 is not for a model with channel_scale: leave it out"):
+        Int8GPT(model)
+
+
 def test_a_position_has_the_same_logits_to_the_last_bit_whatever_is_read_with_it(int8_model):
     """Otherwise a draft could change the text: rounding to 8 bits makes a small difference a large one."""
     generator = random.Random(1)
