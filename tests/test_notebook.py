@@ -99,8 +99,9 @@ def test_the_notebook_runs_and_a_new_session_goes_on_from_the_newest_checkpoint(
     kept = tmp_path / "kaggle" / "working" / "nanochat"
     check = (kept / "check.json").read_text()
     report = json.loads(check)
-    assert [each["what"] for findings in report["checks"].values() for each in findings
-            if not each["holds"]] == ["no foreign variables"], text[PREFLIGHT]  # XLA_FLAGS, of these tests
+    failed = {each["what"] for findings in report["checks"].values() for each in findings if not each["holds"]}
+    # XLA_FLAGS is of these tests, and other tests may take the memory.
+    assert failed - {"free memory of the host"} == {"no foreign variables"}, text[PREFLIGHT]
     assert report["checks"].keys() == tpu_check.CHECKS.keys() and len(check) < 64_000
     assert not [name for name in (socket.gethostname(), str(tmp_path)) if name in check]
     assert "check.toml gives" in text[TRAIN] and "step 00002/00002" in text[TRAIN]
