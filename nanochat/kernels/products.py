@@ -2,6 +2,7 @@
 
 Plain and Int8 have the same methods. An *operand* is what a product reads: a tensor, or its int8.Rows.
 """
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
@@ -155,21 +156,22 @@ class Int8:
 
     def put_hidden(self, saved, index, x, scale, weight):
         stack = saved["h"]
-        if not self._has_kernels(stack):
+        if not self._has_kernels(stack.shape):
             h = F.relu(scale * self.linear(self.operand(x), weight)).to(x.dtype)
             self.put(saved, "h", index, int8.rounded(h.float().square()), use_from_memory=True)
             return
         saved["h"], of_squares = self.kernels.hidden(index, x, weight, stack)
         saved["h_scale"] = put(saved["h_scale"], index, of_squares * scale[..., 0].square())
 
-    def _has_kernels(self, stack):
-        return self.kernels is not None and self.kernels.fits(stack[0, ..., 0].numel(), stack.size(-1))
+    def _has_kernels(self, shape):
+        """shape: of a stack, (slots, B, T, width)."""
+        return self.kernels is not None and self.kernels.fits(math.prod(shape[1:-1]), shape[-1])
 
     def squares(self, hidden):
         return hidden
 
     def of_weight(self, d, x, weight):
-        if not self._has_kernels(d.integers[None]):
+        if not self._has_kernels(d.integers[None].shape):
             return int8.gradient_of_weight(d, x, weight)
         first = torch.zeros((), dtype=torch.int32, device=x.device)
         return self.kernels.by_tokens(first, x, d.scale[..., 0], d.integers[None]).t() / weight.scale
@@ -206,8 +208,9 @@ class Int8:
         return {name: torch.int8, f"{name}_scale": torch.float32}
 
     def new_stack(self, name, x, shape, dtype):
-        stack = x.new_zeros(shape, dtype=dtype)
-        return self.kernels.new_stack(x, shape) if name == "h" and self._has_kernels(stack) else stack
+        if name == "h" and self._has_kernels(shape):
+            return self.kernels.new_stack(x, shape)
+        return x.new_zeros(shape, dtype=dtype)
 
     def put(self, saved, name, index, operand, use_from_memory=False):
         saved[name] = put(saved[name], index, operand.integers, use_from_memory)
@@ -215,7 +218,7 @@ class Int8:
 
     def take(self, saved, name, index):
         scale = take(saved[f"{name}_scale"], index)[..., None]
-        if name == "h" and self._has_kernels(saved[name]):
+        if name == "h" and self._has_kernels(saved[name].shape):
             return Kept(saved[name], index, scale)
         return Rows(take(saved[name], index), scale)
 

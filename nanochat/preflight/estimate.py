@@ -15,6 +15,7 @@ def report_program(traced, compiled, runs_per_step, resident_bytes, tpu_slice, b
     ops = scheduled(ops_of(hlo.parse(compiled.hlo_text), branch_shares), compiled.schedules, tpu)
     kernels = [op for op in ops if op.kernel]
     line = timeline.run(ops, lambda op: busy_s(op, tpu), tpu_slice)
+    # Of all kernels but the products that round, see kernels/pallas_int8.py.
     attention_s = sum(op.times * op_seconds(op, tpu) for op in kernels if "pallas_int8" not in op.kernel.source)
     return {
         "runs_per_step": runs_per_step, "compile_s": compiled.seconds,

@@ -7,6 +7,7 @@
 
 It logs and keeps no text of a user, except the tokens of the last prompt.
 """
+import asyncio
 import json
 import logging
 import math
@@ -25,6 +26,7 @@ from nanochat.serve.access import Refused, check_access, error_answer
 from nanochat.serve.model_thread import ModelThread
 
 MAX_BODY_BYTES = 1 << 20  # a model reads some 10 kB of text at most
+BODY_S = 10  # for a request's body to come
 KEEP_ALIVE_S = 75  # longer than a person's pause, after which an editor reuses its connection
 
 log = logging.getLogger(__name__)
@@ -182,8 +184,10 @@ async def read_body(request, model):
     """Returns the request's JSON as a `model`. Raises Refused, whose message repeats nothing of the request."""
     try:
         # Python makes no int of more than 4300 digits.
-        data = json.loads(await read_bytes(request),
-                          parse_int=lambda digits: int(digits) if len(digits) < 4300 else math.inf)
+        body = await asyncio.wait_for(read_bytes(request), BODY_S)
+        data = json.loads(body, parse_int=lambda digits: int(digits) if len(digits) < 4300 else math.inf)
+    except asyncio.TimeoutError:
+        raise Refused(408, f"the request's body did not come within {BODY_S} s") from None
     except (ValueError, RecursionError):  # ValueError also for other bytes than UTF-8
         raise Refused(400, "the request's body is not JSON in UTF-8") from None
     try:

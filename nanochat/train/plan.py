@@ -1,5 +1,6 @@
 """The plan of a run: what follows from its flags and the number of devices, before anything starts."""
 import math
+import os
 import re
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
@@ -17,6 +18,8 @@ from nanochat.model.parts import require_parts
 from nanochat.model.rates import OptimConfig
 from nanochat.model.weights import count_parameters, matrix_parameters
 from nanochat.train.flags import MAX_STEPS, StartFlags
+
+MAX_DEVICE_GIB = 512  # more than any TPU or GPU has
 
 
 # The sizes of a step hang together: its tokens are device_batch_size rows × max_seq_len × readers × micro-steps, such
@@ -120,6 +123,7 @@ def make_plan(flags, vocab_size, device_type, world_size, meta=None):
     # must suit the kernels, a batch is whole micro-steps of the mesh, and the horizon counts batches.
     config.require_flags(flags)
     parameters = count_parameters(config)
+    _require_memory(sum(parameters.values()), config, batch, device_type)
     mesh = plan_mesh(devices, config, device_type, world_size)
     kernel = plan_kernel(devices, config, device_type, mesh)
     lengths = _plan_lengths(flags, config, kernel, device_type)
@@ -143,6 +147,21 @@ def make_plan(flags, vocab_size, device_type, world_size, meta=None):
         total_batch_size=total_batch_size,
         length_schedule=lengths,
         start=flags.start)
+
+
+def _require_memory(number, config, batch, device_type):
+    """Raises BadInput for a model of this number of parameters that no device can hold, before it is made."""
+    # At least: the weight in bf16 and the sum of its gradients in fp32 for each parameter, and the input of each layer
+    # in bf16.
+    rows = batch.device_batch_size * config.max_seq_len
+    needed_gib = (6 * number + 2 * config.n_layer * config.n_embd * rows) / 2**30
+    available_gib, whose = MAX_DEVICE_GIB, "no device has more than"
+    if device_type not in ("tpu", "cuda"):
+        available_gib, whose = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, "this machine has"
+    if needed_gib > available_gib:
+        raise BadInput(f"{number:.3g} parameters with --device_batch_size={batch.device_batch_size} and --max_seq_len="
+                       f"{config.max_seq_len} need at least {needed_gib:,.0f} GiB on a device, and {whose} "
+                       f"{available_gib:,.0f}: use smaller ones")
 
 
 def plan_mesh(devices, config, device_type, world_size):

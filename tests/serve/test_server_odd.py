@@ -89,6 +89,14 @@ def test_a_body_that_is_too_long_is_refused(client):
     assert client.post("/infill", content=b" " * ((1 << 20) + 1), headers=JSON).status_code == 413
 
 
+def test_a_body_that_never_comes_is_not_waited_for(client, monkeypatch):
+    monkeypatch.setattr("nanochat.serve.server.BODY_S", 0.2)
+    with socket.create_connection((client.base_url.host, client.base_url.port), timeout=30) as connection:
+        connection.sendall(b"POST /infill HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+                           b"Content-Length: 50\r\n\r\n{")
+        assert connection.recv(1 << 16).startswith(b"HTTP/1.1 408 ")
+
+
 def test_what_is_not_there_gets_the_same_kind_of_error(client):
     for answer in (client.get("/v1/nothing"), client.get("/infill"), client.post("/health")):
         assert answer.status_code in (404, 405) and "message" in answer.json()["error"]

@@ -138,7 +138,10 @@ def test_a_world_size_that_does_not_divide_is_refused():
     (["--target_param_data_ratio=1e-300"], "--target_param_data_ratio=1e-300 .* 0 steps"),
     (["--total_batch_size=1"], "--total_batch_size=1 tokens does not divide by 65536 = .*: use 65536$"),
     (["--activation_checkpointing=qkv"], "--activation_checkpointing: invalid choice: 'qkv'"),
-    (["--softcap=1e-300"], "--softcap=1e-300 is not a number of at least 1 and of at most 10000.0, or 0")])
+    (["--softcap=1e-300"], "--softcap=1e-300 is not a number of at least 1 and of at most 10000.0, or 0"),
+    (["--depth=10000", "--model_dim=65536"], "5.15e.14 parameters with .* need at least"),
+    (["--device_batch_size=1048576", "--max_seq_len=1048576"],
+     "--device_batch_size=1048576 and --max_seq_len=1048576 need at least")])
 def test_what_no_machine_can_compute_is_refused_in_one_line(flags, message):
     with pytest.raises(BadInput, match=message) as error:
         plan_of(*flags)
