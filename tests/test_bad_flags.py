@@ -106,34 +106,33 @@ def test_bad_flags_are_one_line_that_names_what_is_wrong(name, corpus_dir, byte_
     (tmp_path / "table.toml").write_text(
         f"[flags]\ndepth = 1\ndevice_type = 'cpu'\ntokenizer_dir = '{byte_tokenizer_dir}'\ntotal_batch_size = 8192\n"
         f"data_dir = '{corpus_dir}/train'\nval_dir = '{corpus_dir}/val'\n[variants.a]\n")
+    tokenizer_dir = f"--tokenizer_dir={byte_tokenizer_dir}"
+    train, val = f"--data_dir={corpus_dir}/train", f"--data_dir={corpus_dir}/val"
+    val_dir, documents = f"--val_dir={corpus_dir}/val", f"--data_dir={tmp_path}/documents"
+    model = [f"--checkpoint={trained}", tokenizer_dir, "--device_type=cpu"]
     good = {
         "ablate": [str(tmp_path / "table.toml")],
-        "adapt": [f"--checkpoint={trained}", "--source=mine", f"--data_dir={corpus_dir}/train",
-                  f"--val_dir={corpus_dir}/val"],
-        "base_train": [f"--tokenizer_dir={byte_tokenizer_dir}", f"--data_dir={corpus_dir}/train", "--device_type=cpu",
-                       f"--val_dir={corpus_dir}/val", "--depth=1", "--max_seq_len=32", "--total_batch_size=256"],
+        "adapt": [f"--checkpoint={trained}", "--source=mine", train, val_dir],
+        "base_eval": [*model, val],
+        "base_train": [tokenizer_dir, train, val_dir, "--device_type=cpu", "--depth=1", "--max_seq_len=32",
+                       "--total_batch_size=256"],
         "bench.kernels": ["--accelerator=v6e-1"],
-        "dev.bench_serve": [f"--data_dir={tmp_path}/documents"],
-        "dev.bench_replay": [f"--checkpoint={trained}", f"--tokenizer_dir={byte_tokenizer_dir}", "--device_type=cpu",
-                             f"--data_dir={tmp_path}/documents"],
-        "dev.bench_search": [f"--checkpoint={trained}", f"--tokenizer_dir={byte_tokenizer_dir}", "--device_type=cpu"],
-        "puzzle_train": [f"--data_dir={made_puzzles}", "--device_type=cpu", "--hidden=8"],
-        "tpu_check": ["--device_type=xla", f"--tokenizer_dir={byte_tokenizer_dir}"],
-        "tpu_preflight": ["--accelerator=v6e-4", f"--tokenizer_dir={byte_tokenizer_dir}"],
-        "base_eval": [f"--checkpoint={trained}", f"--data_dir={corpus_dir}/val", "--device_type=cpu",
-                      f"--tokenizer_dir={byte_tokenizer_dir}"],
-        "generate": [f"--checkpoint={trained}", f"--tokenizer_dir={byte_tokenizer_dir}", "--prompt=x",
-                     "--device_type=cpu"],
-        "serve": [f"--checkpoint={trained}", f"--tokenizer_dir={byte_tokenizer_dir}", "--device_type=cpu", "--port=0"],
-        "export": [f"--checkpoint={trained}", f"--tokenizer_dir={byte_tokenizer_dir}", "--out=exported"],
+        "bench.loader": [train, tokenizer_dir],
+        "code_eval": [*model, "--max_tokens=10"],
+        "dev.bench_replay": [*model, documents],
+        "dev.bench_search": model,
+        "dev.bench_serve": [documents],
+        "export": [f"--checkpoint={trained}", tokenizer_dir, "--out=exported"],
+        "generate": [*model, "--prompt=x"],
         "import_hf": ["--run=imported", "org/model"],
-        "code_eval": [f"--checkpoint={trained}", f"--tokenizer_dir={byte_tokenizer_dir}", "--device_type=cpu",
-                      "--max_tokens=10"],
-        "solve": [f"--checkpoint={trained}", f"--tokenizer_dir={byte_tokenizer_dir}", "--device_type=cpu",
-                  "--prompt=int f(int x) {"],
-        "prepare_data": ["--source=mine"], "tok_train": [f"--data_dir={corpus_dir}/train"],
-        "bench.loader": [f"--data_dir={corpus_dir}/train", f"--tokenizer_dir={byte_tokenizer_dir}"],
-        "tok_eval": [f"--data_dir={corpus_dir}/val", f"--tokenizer_dir={byte_tokenizer_dir}"]}.get(name, [])
+        "prepare_data": ["--source=mine"],
+        "puzzle_train": [f"--data_dir={made_puzzles}", "--device_type=cpu", "--hidden=8"],
+        "serve": [*model, "--port=0"],
+        "solve": [*model, "--prompt=int f(int x) {"],
+        "tok_eval": [val, tokenizer_dir],
+        "tok_train": [train],
+        "tpu_check": ["--device_type=xla", tokenizer_dir],
+        "tpu_preflight": ["--accelerator=v6e-4", tokenizer_dir]}.get(name, [])
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "a.cpp").touch()
     (tmp_path / "documents").mkdir()

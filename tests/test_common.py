@@ -15,7 +15,6 @@ import pytest
 from nanochat.common import (
     BadInput,
     Outage,
-    counted,
     expand_path,
     flag,
     get_base_dir,
@@ -44,11 +43,12 @@ def read(*argv):
     return read_flags(list(argv), "A script.", {Flags: "flags"})[0]
 
 
-def test_flags_have_the_types_of_their_defaults_and_hyphens_are_underscores(monkeypatch):
+def test_flags_have_the_types_of_their_defaults_hyphens_are_underscores_and_the_last_value_counts(monkeypatch):
     monkeypatch.setenv("HOME", "/home/someone")
     assert read() == Flags()
     found = read("--depth=100", "--steps=-1", "--rate", "1e-3", "--verbose", "--out-dir=~/here", "--names=a,b")
     assert found == Flags(100, -1, 0.001, True, Path("/home/someone/here"), ["a", "b"])
+    assert read("--out-dir=/a", "--depth=4", "--depth=05", "--out_dir=/b") == Flags(depth=5, out_dir=Path("/b"))
 
 
 @pytest.mark.parametrize("argument, message", [
@@ -82,11 +82,6 @@ def test_a_value_outside_of_a_flag_s_range_is_refused_in_one_line(argument, mess
     assert str(refusal.value).startswith(message) and "\n" not in str(refusal.value)
 
 
-def test_the_last_value_of_a_flag_counts():
-    assert read("--depth=4", "--verbose", "--out-dir=/a", "--depth=05", "--out_dir=/b") == Flags(
-        depth=5, verbose=True, out_dir=Path("/b"))
-
-
 def test_help_shows_a_default_only_where_there_is_one(capsys):
     @dataclass(frozen=True)
     class Needed:
@@ -107,6 +102,10 @@ def test_a_base_directory_below_the_home_directory(monkeypatch):
     monkeypatch.setenv("HOME", "")
     with pytest.raises(BadInput, match="~/.cache/nanochat has no home directory: write the path in full"):
         get_base_dir()
+
+
+def run_code(code, **options):
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, **options)
 
 
 def run_main(body, **options):
@@ -163,7 +162,7 @@ def test_ctrl_c_works_after_a_pool_that_was_interrupted():
 def test_ctrl_c_while_a_script_is_imported_is_one_line():
     lines = ("import os, scripts, signal, time\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
              "os.kill(os.getpid(), signal.SIGINT)\ntime.sleep(9)")
-    process = subprocess.run([sys.executable, "-c", lines], text=True, stderr=subprocess.PIPE)
+    process = run_code(lines)
     assert (process.returncode, process.stderr) == (-signal.SIGINT, "stopped by Ctrl-C\n")
 
 
@@ -179,11 +178,6 @@ def test_a_script_runs_with_closed_outputs():
     body = " print('x'); sys.stderr.isatty(); raise BadInput('no')"
     process = run_main(body, preexec_fn=lambda: (os.close(1), os.close(2)))
     assert process.wait(timeout=30) == 2
-
-
-def test_a_terminal_obeys_no_escape_code_in_an_error(capsys):
-    assert say_error(Outage("\x1b]0;title\x07 é")) == 75
-    assert capsys.readouterr().err == "error: \\x1b]0;title\\x07 é\n"
 
 
 @pytest.mark.parametrize("before", ["pass", "signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())"])
@@ -222,6 +216,8 @@ def test_what_a_terminal_would_obey_is_escaped(capsys):
     say("warning: a\x1b[2J\nb\tc é 中\x9b1m\u202e")
     say("a\x1b[2J\nb\tc", sys.stderr, keep="\n\t")
     assert capsys.readouterr() == ("warning: a\\x1b[2J\\nb\\tc é 中\\x9b1m\\u202e\n", "a\\x1b[2J\nb\tc\n")
+    assert say_error(Outage("\x1b]0;title\x07 é")) == 75
+    assert capsys.readouterr().err == "error: \\x1b]0;title\\x07 é\n"
 
 
 def test_a_file_is_written_whole_or_left_as_it_was(tmp_path):
@@ -276,7 +272,7 @@ time.sleep(1.5)
 common.work.begin("")
 time.sleep(1)
 """
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60).stderr
+    found = run_code(code).stderr
     spoken, _, silent = found.partition("silent\n")
     assert set(spoken.splitlines()) == {"a line"}
     assert 1 <= len(re.findall(r"^still reading \(\d s\)$", silent, re.MULTILINE)) <= 5
@@ -291,7 +287,7 @@ common.SILENCE_S = 0.1
 import scripts
 time.sleep(1)
 """
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60).stderr
+    found = run_code(code).stderr
     assert "still starting (" in found
 
 
@@ -307,11 +303,6 @@ import scripts
 print(os.environ.get("OMP_WAIT_POLICY"))
 """
     environment = {name: value for name, value in os.environ.items() if not name.startswith("OMP_")}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60,
-                          env=environment | own)
+    done = run_code(code, env=environment | own)
     assert done.stdout.split() == [str(chosen)]
     assert ("OMP_NUM_THREADS=1" in done.stderr) == bool(chosen)
-
-
-def test_one_thing_is_counted_without_an_s():
-    assert [counted(number, "shard") for number in (0, 1, 2)] == ["0 shards", "1 shard", "2 shards"]

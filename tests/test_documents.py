@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "tokenizer/README.md", "dev/DECISIONS.md",
              *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
 LOGS = sorted(f"dev/log/{path.name}" for path in (ROOT / "dev" / "log").glob("*.md"))
-WITHOUT_COMMANDS = ("CHANGELOG.md", "docs/design.md")
+WITHOUT_COMMANDS = ("CHANGELOG.md", "docs/design.md", "scripts/demo.py")  # the demo's text names a target of make
 SCRIPTS = [f"scripts/{path.name}" for path in sorted((ROOT / "scripts").glob("[a-z]*.py"))]
 SCRIPTS += [f"scripts/bench/{name}.py" for name in bench.NAMES]
 SCRIPTS += sorted(f"dev/{path.name}" for path in (ROOT / "dev").glob("bench_*.py"))
@@ -90,6 +90,11 @@ def simple_commands(line):
         else:
             words.append(word)
     return [command for command in [*found, words] if command]
+
+
+def commands_in(place):
+    """The commands of a document or of the help text of a script."""
+    return commands((ROOT / place).read_text()) if place.endswith(".md") else help_commands(help_text(place))
 
 
 def help_commands(text):
@@ -198,6 +203,15 @@ def make_targets():
             for target in line.split()}
 
 
+def printed_help(script):
+    """What a script prints for --help."""
+    main, output = importlib.import_module(script.removesuffix(".py").replace("/", ".")).main, io.StringIO()
+    with (contextlib.redirect_stdout(output), contextlib.suppress(SystemExit),
+          mock.patch("sys.argv", [script, "--help"])):
+        main(["--help"]) if main.__code__.co_argcount else main()
+    return output.getvalue()
+
+
 @functools.cache
 def known_flags():
     """All flags of the scripts and of deploy/, as their --help says."""
@@ -205,12 +219,7 @@ def known_flags():
     texts += [run(path, "--help").stdout for path in sorted((ROOT / "deploy").glob("*.sh"))
               if os.access(path, os.X_OK)]
     for path in [*SCRIPTS, "tests/run/chaos.py"]:
-        module = importlib.import_module(path.removesuffix(".py").replace("/", "."))
-        output = io.StringIO()
-        with (contextlib.redirect_stdout(output), contextlib.suppress(SystemExit),
-              mock.patch("sys.argv", [path, "--help"])):
-            module.main(["--help"]) if module.main.__code__.co_argcount else module.main()
-        texts.append(output.getvalue())
+        texts.append(printed_help(path))
     return {flag for text in texts for flag in re.findall(r"--[a-z]\w*", text)}
 
 
@@ -274,37 +283,25 @@ def links(text):
 # The tests
 
 
-@pytest.mark.parametrize("document", DOCUMENTS)
-def test_every_command_is_accepted_by_its_parser(document):
-    found = commands((ROOT / document).read_text())
+@pytest.mark.parametrize("place", [*DOCUMENTS, *HELPS])
+def test_every_command_is_accepted_by_its_parser(place):
+    found = commands_in(place)
     problems = [f"{shlex.join(words)}: {problem}" for words in found if (problem := problem_of_command(words))]
     assert not problems, "\n".join(problems)
-    assert found or document in WITHOUT_COMMANDS
+    assert found or place in WITHOUT_COMMANDS
 
 
-@pytest.mark.parametrize("script", HELPS)
-def test_every_command_in_a_help_text_is_accepted_by_its_parser(script):
-    found = help_commands(help_text(script))
-    problems = [f"{shlex.join(words)}: {problem}" for words in found if (problem := problem_of_command(words))]
-    assert not problems, "\n".join(problems)
-    assert found or script == "scripts/demo.py"  # which names a target of make
-
-
-@pytest.mark.parametrize("script", [path for path in SCRIPTS if "/bench/" not in path])
-def test_the_usage_names_the_command_of_the_script(script, capsys):
-    """What runs by the name of another command (scripts.bench) is not asked."""
-    module = importlib.import_module(script.removesuffix(".py").replace("/", "."))
-    with contextlib.suppress(SystemExit), mock.patch("sys.argv", [str(ROOT / script), "--help"]):
-        module.main()
-    assert capsys.readouterr().out.startswith(f"usage: python3 -m {module.__name__} ")
+def test_the_usage_names_the_command_of_the_script():
+    scripts = [path for path in SCRIPTS if "/bench/" not in path]  # scripts.bench runs those by its own name
+    commands_of = {path: path.removesuffix(".py").replace("/", ".") for path in scripts}
+    assert not [path for path, name in commands_of.items()
+                if not printed_help(path).startswith(f"usage: python3 -m {name} ")]
 
 
 def test_the_runs_that_the_documents_start_can_be_planned():
     pytest.importorskip("jax")  # which --kernel=flash needs
-    found = [(document, words) for document in DOCUMENTS for words in commands((ROOT / document).read_text())]
-    found += [(script, words) for script in HELPS for words in help_commands(help_text(script))]
-    problems = [f"{place}: {shlex.join(words)}: {problem}" for place, words in found
-                if (problem := problem_of_run(words))]
+    problems = [f"{place}: {shlex.join(words)}: {problem}" for place in [*DOCUMENTS, *HELPS]
+                for words in commands_in(place) if (problem := problem_of_run(words))]
     assert not problems, "\n".join(problems)
 
 
@@ -318,17 +315,12 @@ def test_every_group_of_packages_that_is_named_is_there():
     assert "serve" in known and not unknown, "\n".join(unknown)
 
 
-@pytest.mark.parametrize("document", DOCUMENTS)
-def test_every_flag_and_file_in_the_text_is_there(document):
-    problems = [problem for span in code_spans((ROOT / document).read_text()) if (problem := problem_of_span(span))]
-    assert not problems, "\n".join(problems)
-
-
 @pytest.mark.parametrize("document", [*DOCUMENTS, *LOGS])
-def test_every_link_leads_somewhere(document):
-    problems = [problem for target in links((ROOT / document).read_text())
-                if (problem := problem_of_link(document, target))]
-    assert not problems, "\n".join(problems)
+def test_every_flag_file_and_link_in_the_text_is_there(document):
+    text = (ROOT / document).read_text()
+    spans = code_spans(text) if document in DOCUMENTS else []
+    problems = [*map(problem_of_span, spans), *(problem_of_link(document, target) for target in links(text))]
+    assert not any(problems), "\n".join(filter(None, problems))
 
 
 def test_the_folders_in_the_diagram_are_those_of_the_library():

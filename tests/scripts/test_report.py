@@ -24,23 +24,16 @@ def interrupted(base_dir):
     return run_dir
 
 
-def test_an_interruption_is_marked_at_its_place(interrupted):
+def test_an_interruption_is_marked_at_its_place_and_the_legend_says_which_line_is_a_mean_of_steps(interrupted):
     from matplotlib.figure import Figure
     run = read_run(str(interrupted))
+    records = [{"step": step, "time": step, "loss": 1.0, "tokens": step} for step in range(1, 31)]
     axes = Figure().subplots()
-    draw_metric([run], "loss", "loss", 1, axes)
+    draw_metric([run, History("long", Path(), records)], "loss", "loss", 1, axes)
     [mark] = [line for line in axes.lines if line.get_linestyle() == "--"]
     assert list(mark.get_xdata()) == [run.work(run.interruptions()[0]["step"])] * 2
     assert mark.get_xdata()[0] > 0
-
-
-def test_the_legend_says_which_line_is_a_mean_of_steps():
-    from matplotlib.figure import Figure
-    axes = Figure().subplots()
-    records = [{"step": step, "time": step, "loss": 1.0, "tokens": step} for step in range(1, 31)]
-    for run in (History("long", Path(), records), History("short", Path(), records[:5])):
-        draw_metric([run], "loss", "loss", 1, axes)
-    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["long, mean of 10 steps", "short"]
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["test", "long, mean of 10 steps"]
 
 
 def test_a_report_has_the_numbers_and_the_picture_of_its_runs(interrupted, base_dir, capsys):

@@ -30,6 +30,8 @@ int twice(int a) {
     return add(a, a);
 }
 """
+BEFORE, AFTER = SOURCE.split("    return a + b;")
+REST = "urn a + b;"  # what the model has learnt to write between them after "    ret"
 STEPS = 150
 
 
@@ -143,8 +145,29 @@ def slow(untrained):
         slow.go_on.set()
 
 
-def wait_until(condition):
-    deadline = time.monotonic() + 30
+class Requests:
+    """Requests in threads of their own; `answers` gets the answer of each by its name."""
+
+    def __init__(self, client):
+        self.client, self.answers, self._threads = client, {}, {}
+
+    def send(self, name, path, body):
+        def ask():
+            self.answers[name] = self.client.post(path, json=body)
+
+        self._threads[name] = threading.Thread(target=ask)
+        self._threads[name].start()
+
+    def statuses(self):
+        """Waits for all answers, and returns {name: status}."""
+        for thread in self._threads.values():
+            thread.join(60)
+        return {name: answer.status_code for name, answer in self.answers.items()}
+
+
+def wait_until(condition, describe=str):
+    """describe: returns what is there instead, for the error after a minute."""
+    deadline = time.monotonic() + 60
     while not condition():
-        assert time.monotonic() < deadline
+        assert time.monotonic() < deadline, describe()
         time.sleep(0.005)

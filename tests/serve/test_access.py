@@ -3,7 +3,8 @@ import json
 
 import pytest
 
-from tests.serve.test_server import REST, VIM
+from tests.serve.conftest import REST
+from tests.serve.test_server import VIM
 
 
 def refusal(answer, status):

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from nanochat.common import BadInput
-from tests.serve.conftest import SOURCE, wait_until
+from tests.serve.conftest import AFTER, BEFORE, REST, wait_until
 from tests.serve.test_server_clients import node_client
 
 types = pytest.importorskip("lsprotocol.types", reason="pip install '.[lsp]'")
@@ -26,8 +26,6 @@ from pygls.workspace import Workspace  # noqa: E402
 
 from nanochat.serve.lsp import MAX_OTHERS, make_language_server, other_files, request_at  # noqa: E402
 
-BEFORE, AFTER = SOURCE.split("    return a + b;")
-REST = "urn a + b;"
 COMMAND = (sys.executable, "-m", "scripts.lsp")
 URI = "file:///project/add.cpp"
 INITIALIZE = (b'Content-Length: 83\r\n\r\n{"jsonrpc": "2.0", "id": 1, "method": "initialize", '

@@ -1,7 +1,6 @@
 """The server's protocols, as clients see them."""
 import json
 import re
-import threading
 from dataclasses import replace
 
 import httpx
@@ -10,10 +9,9 @@ import pytest
 from nanochat.serve.completer import copied
 from nanochat.serve.model_thread import MAX_WAITING
 from nanochat.serve.protocols import CompletionBody, split_gap
-from tests.serve.conftest import SOURCE, SlowCompleter, serving, wait_until
+from tests.serve.conftest import AFTER, BEFORE, REST, SOURCE, Requests, SlowCompleter, serving, wait_until
 
-BEFORE, LINE, AFTER = "int add(int a, int b) {\n", "    ret", "\n}\n\nint twice(int a) {\n    return add(a, a);\n}\n"
-REST = "urn a + b;"  # what the model has learnt to write there
+LINE = "    ret"
 VIM = {  # as llama.vim sends it
     "id_slot": 0, "input_prefix": BEFORE, "input_suffix": AFTER, "prompt": LINE, "n_predict": 128, "stop": [],
     "input_extra": [{"text": "int x;\n", "time": 1.0, "filename": "tmp"}], "n_indent": 4, "top_k": 40, "top_p": 0.9,
@@ -48,35 +46,28 @@ def prompt_n(client, **body):
     return post(client, "/infill", **body)["timings/prompt_n"]
 
 
-def test_llama_vim_gets_the_fields_that_it_asks_for_and_no_others(client):
+def test_llama_vim_gets_the_fields_that_it_asks_for_and_llama_vscode_all_in_each_of_several_completions(client):
     answer = post(client, "/infill", **VIM)
     assert answer.keys() == set(VIM["response_fields"])
     assert answer["content"] == REST and answer["timings/predicted_n"] > 0 and answer["truncated"] is False
-
-
-def test_llama_vscode_gets_nested_timings_and_several_completions(client):
     body = VIM | {"response_fields": []}
     answer = post(client, "/infill", **body)
     assert answer["content"] == REST and answer["timings"]["predicted_ms"] > 0 and answer["stop_type"] == "eos"
     answers = post(client, "/infill", **body | {"n_cmpl": 2, "seed": 3})
     assert [answer["index"] for answer in answers] == [0, 1]
+    chunks = events_of(client, "/infill", **body | {"stream": True})
+    assert "".join(chunk["content"] for chunk in chunks) == REST
+    assert [chunk["stop"] for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
 
 
-def test_one_more_character_makes_the_model_read_at_most_16_tokens(client):
-    for typed in ("    r", "    re", "    ret", "    retu", "    return "):
-        read = prompt_n(client, **VIM | {"prompt": typed})
-        assert read <= 16 or typed == "    r"
-    assert read > 0
-
-
-def test_a_new_line_makes_the_model_read_at_most_16_tokens(client):
+def test_a_character_or_a_new_line_makes_the_model_read_at_most_16_tokens(client):
     suffix = "\n}\n" + 8 * "// a line\n"
     typed = "  x;\n  y;\n  r"
     for at in range(2, len(typed)):
         above, newline, line = typed[:at].rpartition("\n")
         body = VIM | {"input_prefix": BEFORE + above + newline, "prompt": line, "input_suffix": suffix}
         read = prompt_n(client, **body)
-        assert read <= 16 or at == 2
+        assert 0 < read <= 16 or at == 2
     # Somewhere else, it reads that place's prompt.
     moved = body | {"input_prefix": BEFORE, "prompt": "  x", "input_suffix": typed[3:] + suffix}
     assert prompt_n(client, **moved) > 16
@@ -146,12 +137,6 @@ def test_a_file_gets_its_own_ends_of_lines(client, newline):
     assert texts[1] == own(texts[0]) != texts[0]
     stopped = post(client, "/v1/completions", **body, stop=own(";\n}"))["choices"][0]
     assert (stopped["text"], stopped["finish_reason"]) == ("    return a + b", "stop")
-
-
-def test_infill_streams(client):
-    chunks = events_of(client, "/infill", **VIM | {"stream": True})
-    assert "".join(chunk["content"] for chunk in chunks) == REST
-    assert [chunk["stop"] for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
 
 
 def test_openais_completion_with_a_suffix(client):
@@ -247,12 +232,6 @@ def test_models_health_and_the_page(client):
 LONG = {"prompt": "int main() {", "max_tokens": 48, "seed": 1}
 
 
-def in_thread(client, path, body, answers, name):
-    thread = threading.Thread(target=lambda: answers.update({name: client.post(path, json=body)}))
-    thread.start()
-    return thread
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_hangs_up_frees_the_model(slow, stream):
     slow, client, server = slow
@@ -275,72 +254,49 @@ def test_a_client_that_hangs_up_frees_the_model(slow, stream):
     assert client.get("/health").status_code == 200
 
 
-def test_a_newer_request_of_the_same_slot_replaces_the_one_that_waits(slow):
+def test_a_newer_request_of_the_same_slot_replaces_the_one_that_waits_and_no_other(slow):
+    """A user is a person, who may ask for several texts at the same time."""
     slow, client, server = slow
-    answers = {}
-    running = in_thread(client, "/v1/completions", LONG, answers, "running")
+    requests = Requests(client)
+    requests.send("running", "/v1/completions", LONG)
     slow.begun.wait(30)
-    old = in_thread(client, "/infill", VIM | {"prompt": "    r"}, answers, "old")
+    requests.send("old", "/infill", VIM | {"prompt": "    r"})
     wait_until(lambda: server.thread.num_waiting() == 1)
-    other = in_thread(client, "/infill", VIM | {"id_slot": 1}, answers, "other")
-    wait_until(lambda: server.thread.num_waiting() == 2)
-    new = in_thread(client, "/infill", VIM, answers, "new")
-    old.join(30)
-    assert "newer request" in answers["old"].json()["error"]["message"] and answers["old"].status_code == 499
+    without_slot = {name: value for name, value in VIM.items() if name != "id_slot"}
+    others = [("/infill", VIM | {"id_slot": 1}), *2 * [("/infill", without_slot)],
+              *2 * [("/v1/completions", LONG | {"user": "team"})]]
+    for number, (path, body) in enumerate(others):
+        requests.send(number, path, body)
+        wait_until(lambda waiting=number + 2: server.thread.num_waiting() == waiting)
+    requests.send("new", "/infill", VIM)
+    wait_until(lambda: "old" in requests.answers)
+    assert "newer request" in requests.answers["old"].json()["error"]["message"]
     slow.go_on.set()
-    for thread in (running, new, other):
-        thread.join(30)
-    assert {answers[name].status_code for name in ("running", "new", "other")} == {200}
+    assert requests.statuses() == {**dict.fromkeys(["running", *range(5), "new"], 200), "old": 499}
     assert BEFORE + LINE in slow.prefixes and BEFORE + "    r" not in slow.prefixes
 
 
-def test_requests_in_parallel_without_a_slot_are_all_answered(slow):
-    """A user is a person, who may ask for several texts at the same time."""
+def test_more_requests_than_may_wait_are_refused_and_the_server_answers_while_the_model_generates(slow):
     slow, client, server = slow
-    answers = {}
-    threads = [in_thread(client, "/v1/completions", LONG, answers, "running")]
+    requests = Requests(client)
+    requests.send("running", "/v1/completions", LONG)
     slow.begun.wait(30)
-    infill = {name: value for name, value in VIM.items() if name != "id_slot"}
-    for i, (path, body) in enumerate(2 * [("/v1/completions", LONG | {"user": "team"}), ("/infill", infill)]):
-        threads.append(in_thread(client, path, body, answers, i))
-        wait_until(lambda count=i + 1: server.thread.num_waiting() >= count)
-    slow.go_on.set()
-    for thread in threads:
-        thread.join(60)
-    assert [answer.status_code for answer in answers.values()] == 5 * [200]
-
-
-def test_more_requests_than_may_wait_are_refused(slow):
-    slow, client, server = slow
-    answers = {}
-    threads = [in_thread(client, "/v1/completions", LONG, answers, "running")]
-    slow.begun.wait(30)
-    threads += [in_thread(client, "/v1/completions", LONG | {"max_tokens": 1}, answers, i) for i in range(MAX_WAITING)]
+    for number in range(MAX_WAITING):
+        requests.send(number, "/v1/completions", LONG | {"max_tokens": 1})
     wait_until(lambda: server.thread.num_waiting() == MAX_WAITING)
     assert "are waiting" in post(client, "/v1/completions", 503, **LONG)["error"]["message"]
+    assert client.get("/health").status_code == 200 and not requests.answers
     slow.go_on.set()
-    for thread in threads:
-        thread.join(60)
-    assert {answer.status_code for answer in answers.values()} == {200}
+    assert set(requests.statuses().values()) == {200}
 
 
 def test_a_request_gets_what_is_there_when_its_time_is_up(untrained):
     with serving(SlowCompleter(untrained), timeout_s=1) as (client, _):
-        answers = {}
-        threads = [in_thread(client, "/v1/completions", LONG, answers, i) for i in range(2)]
-        for thread in threads:
-            thread.join(30)
-    ran, waited = sorted(answers.values(), key=lambda answer: answer.status_code)
+        requests = Requests(client)
+        for number in range(2):
+            requests.send(number, "/v1/completions", LONG)
+        requests.statuses()
+    ran, waited = sorted(requests.answers.values(), key=lambda answer: answer.status_code)
     assert ran.json()["choices"][0]["finish_reason"] == "length" and 0 < ran.json()["usage"]["completion_tokens"] < 47
     assert waited.status_code in (200, 503)  # 200: its turn came at the very end of its time
     assert waited.status_code == 200 or "--timeout_s" in waited.json()["error"]["message"]
-
-
-def test_the_server_answers_while_the_model_generates(slow):
-    slow, client, _ = slow
-    answers = {}
-    running = in_thread(client, "/v1/completions", LONG, answers, "running")
-    slow.begun.wait(30)
-    assert client.get("/health").status_code == 200 and not answers
-    slow.go_on.set()
-    running.join(30)

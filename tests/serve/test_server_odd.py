@@ -15,7 +15,9 @@ import time
 import httpx
 import pytest
 
-from tests.serve.conftest import SOURCE, serving
+from nanochat.common import BadInput
+from scripts import serve
+from tests.serve.conftest import REST, SOURCE, serving
 from tests.serve.test_server import VIM
 
 SECRET = "xyzzy_secret"  # in every text, and never in a log
@@ -141,7 +143,7 @@ def test_the_script_says_where_it_listens_and_ends_at_a_signal(gap_run, byte_tok
         assert re.search("^loading .*tiny.*, step 150$", process.stderr.readline())
         line = process.stderr.readline()
         url = re.search(r"^on cpu, completions of at most 128 tokens. Open (http://127.0.0.1:\d+/)$", line)[1]
-        assert httpx.post(f"{url}infill", json=VIM, timeout=60).json()["content"] == "urn a + b;"
+        assert httpx.post(f"{url}infill", json=VIM, timeout=60).json()["content"] == REST
         process.send_signal(how)
         time.sleep(0.1)
         process.send_signal(how)  # an impatient person: it must say nothing more
@@ -154,25 +156,11 @@ def test_the_script_says_where_it_listens_and_ends_at_a_signal(gap_run, byte_tok
 
 
 @pytest.mark.parametrize("flags, message", [
-    (["--port=70000"], "--port=70000 is not a whole number"), (["--checkpoint=missing"], "no checkpoint at missing")])
-def test_the_script_refuses_bad_input(flags, message, base_dir):
-    from nanochat.common import BadInput
-    from scripts.serve import main
-    with pytest.raises(BadInput, match=message):
-        main(["--port=0", *flags])
-
-
-def test_more_tokens_than_half_of_the_context_are_refused_before_the_model_is_loaded(gap_run, monkeypatch, capsys):
-    from nanochat.common import BadInput
-    from scripts.serve import main
+    (["--checkpoint=missing"], "no checkpoint at missing"),
+    (["--checkpoint=tiny", "--max_tokens=129"], "--max_tokens=129 is more than half of the 256 .* give at most 128"),
+    (["--port={taken}"], "choose another port")])
+def test_the_script_refuses_bad_input_before_the_model_is_loaded(flags, message, gap_run, monkeypatch, capsys):
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(gap_run))
-    with pytest.raises(BadInput, match="--max_tokens=129 is more than half of the 256 tokens .* give at most 128"):
-        main(["--port=0", "--checkpoint=tiny", "--max_tokens=129"])
+    with socket.create_server(("127.0.0.1", 0)) as server, pytest.raises(BadInput, match=message):
+        serve.main(["--port=0", *(flag.format(taken=server.getsockname()[1]) for flag in flags)])
     assert not capsys.readouterr().err
-
-
-def test_a_port_in_use_is_one_line(base_dir):
-    from nanochat.common import BadInput
-    from scripts.serve import main
-    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(BadInput, match="choose another port"):
-        main([f"--port={taken.getsockname()[1]}"])

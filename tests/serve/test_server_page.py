@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from tests.serve.conftest import SOURCE
+from tests.serve.conftest import AFTER, BEFORE, SOURCE
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not CHROMIUM, reason="there is no chromium")]
@@ -75,8 +75,11 @@ class Browser:
 
 
 @pytest.fixture
-def browser(tmp_path):
+def browser(client, tmp_path):
+    """Shows the page."""
     browser = Browser(tmp_path / "profile")
+    browser.call("Page.navigate", url=str(client.base_url))
+    browser.wait_for("document.readyState === 'complete' && typeof text !== 'undefined'")
     yield browser
     browser.close()
 
@@ -89,11 +92,8 @@ def edit(browser, before, after):
 GHOST = "document.getElementById('ghost').textContent"
 
 
-def test_the_page_shows_what_may_follow_and_tab_accepts_it(browser, client, tmp_path):
-    browser.call("Page.navigate", url=str(client.base_url))
-    browser.wait_for("document.readyState === 'complete' && typeof text !== 'undefined'")
-    before, after = SOURCE.split("    return a + b;")
-    edit(browser, before, after)
+def test_the_page_shows_what_may_follow_and_tab_accepts_it(browser, tmp_path):
+    edit(browser, BEFORE, AFTER)
     browser.type("    ret")
     browser.wait_for(f"{GHOST} === 'urn a + b;'")
     browser.wait_for("/\\d+ tokens in .* read anew/.test(document.getElementById('status').textContent)")
@@ -107,14 +107,11 @@ def test_the_page_shows_what_may_follow_and_tab_accepts_it(browser, client, tmp_
     browser.press("Tab", 9)
     browser.wait_for(f"text.value === {json.dumps(SOURCE)} && {GHOST} === ''")
     browser.press("z", 90, modifiers=2, commands=["undo"])
-    browser.wait_for(f"text.value === {json.dumps(before + '    retur' + after)}")
+    browser.wait_for(f"text.value === {json.dumps(BEFORE + '    retur' + AFTER)}")
 
 
-def test_escape_and_moving_the_cursor_take_the_completion_away(browser, client):
-    browser.call("Page.navigate", url=str(client.base_url))
-    browser.wait_for("document.readyState === 'complete' && typeof text !== 'undefined'")
-    before, after = SOURCE.split("    return a + b;")
-    edit(browser, before, after)
+def test_escape_and_moving_the_cursor_take_the_completion_away(browser):
+    edit(browser, BEFORE, AFTER)
     for leave in (lambda: browser.press("Escape", 27), lambda: browser.press("ArrowLeft", 37)):
         browser.type(" ")
         browser.wait_for(f"{GHOST} !== ''")
