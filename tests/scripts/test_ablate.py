@@ -97,23 +97,18 @@ def finish(trial, shift=0.0):
 
 def test_finished_runs_are_not_repeated_and_their_differences_are_told(write_table, base_dir, capsys):
     table = write_table(num_iterations=6)
-    for trial, shift in zip(read_trials(table), (0.0, -0.5, 0.001, -0.501), strict=True):
+    trials = read_trials(table)
+    for trial, shift in zip(trials, (0.0, -0.5, 0.001, -0.501), strict=True):
         finish(trial, shift)
     assert ablate.main([str(table)]) == 0
     output = capsys.readouterr().out
     assert "4 runs; 4 finished before" in output and "scripts.base_train" not in output
     (row,) = [line for line in output.splitlines() if line.startswith("fast")]
     assert "-0.5010" in row and row.endswith("better")
-
-
-def test_a_run_without_the_evaluation_of_its_last_step_is_left_out(write_table, capsys):
-    trials = read_trials(write_table(num_iterations=6))
-    for trial in trials:
-        finish(trial)
-    records = trials[1].directory / "metrics.jsonl"
+    records = trials[1].directory / "metrics.jsonl"  # without the evaluation of its last step
     lines = records.read_text().splitlines(keepends=True)
     records.write_text("".join(line for line in lines if json.loads(line)["step"] < 6 or "val_bpb" not in line))
-    assert ablate.main([str(write_table(num_iterations=6))]) == 0
+    assert ablate.main([str(table)]) == 0
     output = capsys.readouterr().out
     assert "rates.fast.0 is left out" in output and "needs two seeds" in output
 

@@ -110,14 +110,11 @@ def begun_with(steps=600, device_type="cpu", step=5000, **saved):
                                             Path("f"), fim_rate))
 
 
-@pytest.mark.parametrize("steps", [6, 11, 12, 600])
-def test_an_adapted_run_keeps_the_checkpoints_of_all_evaluations(steps):
-    record = begun_with(steps).record
-    assert record.save_every == record.eval_every
-    assert record.keep_checkpoints == 100  # however many others interruptions leave
-
-
-def test_an_adapted_run_has_the_batch_and_lower_rates_than_the_run_before():
+def test_an_adapted_run_has_the_batch_and_lower_rates_than_the_run_before_and_keeps_all_evaluated_checkpoints():
+    for steps in (6, 11, 12, 600):
+        record = begun_with(steps).record
+        assert record.save_every == record.eval_every
+        assert record.keep_checkpoints == 100  # however many others interruptions leave
     flags = begun_with(total_batch_size=-1, matrix_lr=0.03, num_iterations=20000, fim_rate=0.5, weight_decay=0.0)
     assert flags.batch.total_batch_size == 8192 and flags.optimizer.matrix_lr == 0.0045
     assert flags.data.fim_rate == 0.5 and flags.optimizer.weight_decay == 0
