@@ -10,7 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from nanochat.checkpoint import on_disk
 from nanochat.checkpoint.pieces import load_checkpoint
-from nanochat.common import BadInput, get_base_dir
+from nanochat.common import BadInput
 from scripts import base_eval, base_train, generate, report
 from tests.conftest import BOTH_MODELS, last_of_each, run_python
 from tests.warm import TIMEOUT_S
@@ -40,8 +40,7 @@ def test_two_devices_give_the_losses_of_one_also_where_gradients_are_clipped(ref
 def test_a_run_that_is_stopped_and_resumed_gives_the_same_bits(train, reference, model):
     whole = reference(*model, devices=2)
     # The schedule depends on the horizon, so the first part is the same run with its checkpoints, cut off after step 4.
-    train(*model, "--save_every=2", run="parts", devices=2)
-    run_dir = get_base_dir() / "checkpoints" / "parts"
+    run_dir = train(*model, "--save_every=2", run="parts", devices=2).run_dir
     saved = [path.name for path in on_disk.list_checkpoints(run_dir)]
     assert saved == ["step_000002", "step_000004", "step_000006"]
     on_disk.set_aside_after(run_dir, 2)
@@ -67,10 +66,9 @@ def test_an_optimizer_that_ranks_share_trains_as_one_that_each_keeps_whole(train
     shared = train(*flags, run="shared", devices=2)
     whole = train(*flags, "--shard_optimizer=off", run="whole", devices=2)
     assert whole.losses == pytest.approx(shared.losses, rel=rel) and len(set(whole.losses.values())) == 6
-    run_dir = get_base_dir() / "checkpoints" / "shared"
-    weights = load_checkpoint(on_disk.latest(run_dir)).model_state["mlp_in"]
+    weights = load_checkpoint(on_disk.latest(shared.run_dir)).model_state["mlp_in"]
     assert weights.shape == (3, 256, 64) and not torch.equal(weights, weights.bfloat16().float())
-    on_disk.set_aside_after(run_dir, 3)
+    on_disk.set_aside_after(shared.run_dir, 3)
     resumed = train(*flags, "--shard_optimizer=off", run="shared", devices=2)
     assert "resuming from" in resumed.stdout and resumed.losses == pytest.approx(whole.losses, rel=rel)
 
@@ -83,9 +81,8 @@ def test_rows_that_become_longer_keep_the_bits_of_a_run_that_resumes_before_at_a
         == {step: (512 * step, 16 if step < 3 else 32) for step in range(1, 5)}
     compilations = {record["step"]: record["compilations"] for record in whole.records if "compilations" in record}
     assert len({compilations[step] for step in range(2, 5)}) == 1  # saving has small programs, compiled after step 1
-    run_dir = get_base_dir() / "checkpoints" / "parts"
     for step, devices in ((3, 2), (2, 2), (1, 1)):
-        on_disk.set_aside_after(run_dir, step)
+        on_disk.set_aside_after(whole.run_dir, step)
         resumed = train(*flags, run="parts", devices=devices)
         assert f"step_{step:06d}" in resumed.stdout
         if devices == 2:
@@ -96,8 +93,7 @@ def test_rows_that_become_longer_keep_the_bits_of_a_run_that_resumes_before_at_a
 
 
 def test_steps_that_are_not_finite_end_the_run_with_the_last_good_checkpoint(train):
-    train("--device_type=cpu", "--save_every=3", "--eval_every=-1")
-    run_dir = get_base_dir() / "checkpoints" / "test"
+    run_dir = train("--device_type=cpu", "--save_every=3", "--eval_every=-1").run_dir
     on_disk.set_aside_after(run_dir, 3)
     # the update of step 4 makes the embedding infinite, so the steps after it are bad
     process = train("--save_every=1", "--embedding_lr=1e44", "--num_iterations=20", devices=2, status=1)
@@ -113,13 +109,13 @@ def test_a_run_whose_model_breaks_ends_with_status_1_and_no_script_takes_it_for_
     # the update of step 1 makes the scales so large, but finite, that everything after it is not
     break_it = "--device_type=cpu", "--scalar_lr=4e38", "--sample_every=3", "--save_every=6"
     process = train(*break_it, status=1)
-    run_dir = get_base_dir() / "checkpoints" / "test"
     for said in ("warning: the last 5 steps of the run were skipped: their loss or gradient was not finite\n",
                  "step 00006/00006 | loss not finite", "step 00006/00006 | validation not finite",
                  "warning: no sample at step 3: the model's predictions are not finite",
                  "error: the validation after step 6 is not finite: the model is broken"):
         assert said in process.stdout
-    assert on_disk.latest_good(run_dir)[0].name == "step_000006" and not (run_dir / ".finished").exists()
+    assert on_disk.latest_good(process.run_dir)[0].name == "step_000006"
+    assert not (process.run_dir / ".finished").exists()
     assert "error: the validation after step 6 is not finite" in train(*break_it, status=1).stdout  # evaluated again
     for temperature in (0, 1):
         with pytest.raises(BadInput, match="the model's predictions are not finite, so its training went wrong"):

@@ -1,21 +1,16 @@
 """What base_train refuses before it trains, with one line that says what is wrong and what to do."""
-import hashlib
-import json
 import subprocess
 import sys
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
-from nanochat.common import BadInput, get_base_dir
+from nanochat.common import BadInput
 from scripts.base_train import main
 from tests.conftest import last_of_each
 from tests.warm import TIMEOUT_S
 
 
 @pytest.mark.parametrize("flags, words", [
-    (["--total_batch_size=500"], "--total_batch_size=500 .* use 448 or 512"),
     (["--kernel=warp"], "--kernel=warp .*choose current or chunked"),
     (["--kernel=flash", "--device_type=cpu"], "--kernel=flash .*choose current or chunked"),
     (["--window_pattern=Q"], "--window_pattern=Q"),
@@ -23,7 +18,6 @@ from tests.warm import TIMEOUT_S
     (["--device_type=tpu"], "no TPU chips"),
     (["--tokenizer_dir=/nowhere"], "no tokenizer in /nowhere"),
     (["--data_dir=/nowhere"], "no train data: /nowhere"),
-    (["--run=a/b"], "--run=a/b"),
     (["--num_kv_heads=3"], "--num_kv_heads=3"),
     (["--val_dir=/nowhere", "--eval_every=-1"], "no val data: /nowhere"),
     (["--fim_rate=0.5"], "--fim_rate=0.5 needs rows .* --max_seq_len=32 is less than 64"),
@@ -37,22 +31,12 @@ def test_bad_flags_are_refused_with_the_value_and_what_to_do(tiny, flags, words)
     assert "\n" not in str(refusal.value)
 
 
-def test_bad_data_names_the_file_and_its_row_group(train, tiny, tmp_path, corpus_dir):
-    broken = tmp_path / "broken"
-    broken.mkdir()
-    whole = (corpus_dir / "train" / "shard_00000.parquet").read_bytes()
-    (broken / "shard_00000.parquet").write_bytes(whole[:len(whole) // 2])
-    process = train(f"--data_dir={broken}", status=2)
-    assert "shard_00000.parquet is not a whole parquet file" in process.stderr
-    assert process.stderr.count("\n") == 1 and "Traceback" not in process.stderr
-    pq.write_table(pa.table({"code": ["int x;"]}), broken / "shard_00000.parquet")
-    with pytest.raises(BadInput, match="no column named text"):
-        main(last_of_each(*tiny, f"--data_dir={broken}"))
-    damaged = bytearray(whole)
+def test_bad_data_is_one_line_that_names_the_file_and_its_row_group(train, tmp_path, corpus_dir):
+    damaged = bytearray((corpus_dir / "train" / "shard_00000.parquet").read_bytes())
     damaged[40:4000] = bytes(3960)  # in the pages of the first row group; the footer is whole
-    (broken / "shard_00000.parquet").write_bytes(damaged)
-    with pytest.raises(BadInput, match="shard_00000.parquet.* row group 0"):
-        main(last_of_each(*tiny, f"--data_dir={broken}"))
+    (tmp_path / "shard_00000.parquet").write_bytes(damaged)
+    said = train(f"--data_dir={tmp_path}", status=2).stderr
+    assert "shard_00000.parquet: row group 0" in said and said.count("\n") == 1 and "Traceback" not in said
 
 
 def test_resuming_something_else_is_refused(train, tiny, corpus_dir):
@@ -63,16 +47,6 @@ def test_resuming_something_else_is_refused(train, tiny, corpus_dir):
             main(last_of_each(*tiny, "--run=test", "--num_iterations=8", *flags))
 
 
-def change_meta(path, name, value):
-    """Changes a field of meta.json of the checkpoint at `path`, and its checksum."""
-    content = json.dumps(json.loads((path / "meta.json").read_text()) | {name: value})
-    (path / "meta.json").write_text(content)
-    lines = (path / "SHA256SUMS").read_text().splitlines()
-    digest = hashlib.sha256(content.encode()).hexdigest()
-    lines = [f"{digest}  meta.json" if line.endswith("  meta.json") else line for line in lines]
-    (path / "SHA256SUMS").write_text("\n".join(lines) + "\n")
-
-
 def test_a_resumed_run_keeps_its_architecture(train, tiny):
     short = ["--window_pattern=SL", "--save_every=3", "--device_type=cpu"]
     train(*short, "--num_iterations=3")
@@ -80,20 +54,9 @@ def test_a_resumed_run_keeps_its_architecture(train, tiny):
     resumed = train("--save_every=3", "--num_iterations=4", "--device_type=cpu", without=without)
     assert "step_000003" in resumed.stdout and "model_dim 64, num_heads 2" in resumed.stdout
     assert "window_pattern SL" in resumed.stdout
-    without_model = [flag for flag in tiny if flag.partition("=")[0].removeprefix("--") not in without]
-    newest = get_base_dir() / "checkpoints" / "test" / "step_000004"
-    (newest / "meta.json").write_text("{")  # damaged: the one before it is used
+    (resumed.run_dir / "step_000004/meta.json").write_text("{")  # damaged: the one before it is used
     resumed = train("--save_every=3", "--num_iterations=5", "--device_type=cpu", without=without)
     assert "step_000003" in resumed.stdout and "model_dim 64, num_heads 2" in resumed.stdout
-    newest = newest.with_name("step_000005")
-    saved = json.loads((newest / "meta.json").read_text())
-    for name, value, words in [("format", 1, "has format 1 and this program reads format 2"),
-                               ("rng", 5, "meta.json: rng is 5"), ("seconds", [1], "seconds is .1."),
-                               ("total_batch_size", "x", "total_batch_size is")]:
-        change_meta(newest, name, value)
-        with pytest.raises(BadInput, match=words):
-            main(last_of_each(*without_model, "--run=test", "--num_iterations=8"))
-        change_meta(newest, name, saved[name])
     with pytest.raises(BadInput, match="--window_pattern=L, .* has --window_pattern=SL"):
         main(last_of_each(*tiny, "--run=test", "--num_iterations=8", "--window_pattern=L"))
 

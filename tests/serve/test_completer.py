@@ -91,10 +91,7 @@ def test_a_stream_and_a_whole_answer_are_equal():
         feed([text(6) for _ in range(8)], text(8), min_indent=draw.choice((0, 1, 2)), max_ms=draw.choice((None, 0)))
 
 
-def test_generation_ends_when_a_line_of_the_suffix_is_repeated():
+def test_generation_ends_when_a_line_of_the_suffix_is_repeated_and_after_its_time_with_a_line():
     assert feed("y;\n}\n\nint main() {\n", "\n}\n\nint main() {\n") == ("y;", 5)
-
-
-def test_after_its_time_a_text_ends_with_a_line():
     assert feed("a;\nb;\nc;", "", max_ms=0) == ("a;", 3)
     assert feed("a;\nb;\nc;", "", max_ms=60_000)[0] == "a;\nb;\nc;"

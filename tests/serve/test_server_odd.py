@@ -156,7 +156,6 @@ def test_the_script_says_where_it_listens_and_ends_at_a_signal(gap_run, byte_tok
 
 
 @pytest.mark.parametrize("flags, message", [
-    (["--checkpoint=missing"], "no checkpoint at missing"),
     (["--checkpoint=tiny", "--max_tokens=129"], "--max_tokens=129 is more than half of the 256 .* give at most 128"),
     (["--port={taken}"], "choose another port")])
 def test_the_script_refuses_bad_input_before_the_model_is_loaded(flags, message, gap_run, monkeypatch, capsys):
