@@ -7,28 +7,30 @@ import random
 import subprocess
 import sys
 import sysconfig
-from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import tokenizers
 import torch
 
-from nanochat.checkpoint.saver import save_checkpoint
 from nanochat.common import BadInput
+from nanochat.data.shards import fingerprint, list_shards, open_shards
 from nanochat.data.tokenizer import SHIPPED_DIR, Tokenizer, load_tokenizer
 from nanochat.data.tokenizer_files import LLAMA_CPP_PATTERN
 from nanochat.export import export
+from nanochat.export.model_card import describe_gaps, write_card
 from nanochat.export.tokenizer_json import tokenizer_json
 from nanochat.infer.readers import KVCache
-from nanochat.kernels.choose import get_kernels
 from nanochat.model.config import GPTConfig
-from nanochat.model.gpt import GPT
 from scripts import export as script
 from tests.checkpoint.states import make_meta, names
 from tests.conftest import last_of_each
-from tests.data.headers import HEADERS
-from tests.export.cards import card_of
+from tests.data import hub
+from tests.data.headers import HEADERS, write_headers
+from tests.infer.test_engine import save_model
+from tests.model.test_gpt import build
 
 pytest.importorskip("transformers")
 
@@ -87,32 +89,13 @@ def read(folder, jobs):
     return np.load(folder / "found.npz")
 
 
-@torch.no_grad()
-def make_model(tokenizer, scaled=True, kv_heads=2, pattern="SL", softcap=15.0, **sizes):
-    """A model that has learnt nothing but is far from uniform."""
+def make_model(tokenizer, kv_heads=2, pattern="SL", softcap=15.0, **sizes):
     sizes = {"max_seq_len": CONTEXT, "n_layer": 3, "n_embd": 64, "n_head": 4, "key_shift": False,
-             "layer_gates": False, "value_embeddings": "off", **sizes}
-    short = CONTEXT // 2 if "S" in pattern else None
-    config = {"n_kv_head": kv_heads, "window_pattern": pattern, "short_window": short, "softcap": softcap, **sizes}
-    model = GPT(GPTConfig(vocab_size=tokenizer.n_vocab, **config), get_kernels("current", "cpu")).init_weights(seed=1)
-    generator = torch.Generator().manual_seed(2)
-    for matrix in (model.attn_o, model.mlp_out, model.lm_head):
-        matrix.normal_(0.0, 0.3, generator=generator)
-    if scaled:
-        model.resid_scale.uniform_(0.7, 1.3, generator=generator)
-        model.x0_scale.uniform_(-0.5, 0.5, generator=generator)
-    else:
-        model.resid_scale.fill_(1.0)
-        model.x0_scale.fill_(0.0)
-    if model.config.layer_gates:
-        model.gate_map.normal_(0.0, 0.3, generator=generator)
-        model.gate_scale.uniform_(0.5, 1.5, generator=generator)
-    return model.eval().requires_grad_(False)
-
-
-def save(run_dir, model, tokenizer, **fields):
-    meta = make_meta(20, config=asdict(model.config), tokenizer_sha256=tokenizer.sha256, **fields)
-    return save_checkpoint(run_dir, model.state_dict(), {}, meta, num_lanes=0)
+             "layer_gates": False, "value_embeddings": "off", "short_window": CONTEXT // 2 if "S" in pattern else None,
+             **sizes}
+    config = GPTConfig(vocab_size=tokenizer.n_vocab, n_kv_head=kv_heads, window_pattern=pattern, softcap=softcap,
+                       **sizes)
+    return build(config).eval().requires_grad_(False)
 
 
 @torch.no_grad()
@@ -143,19 +126,18 @@ def stress_strings(count, seed=0):
 
 GATES, SHIFT = {"layer_gates": True}, {"key_shift": True}
 VALUES = {"value_embeddings": "shared"}
-# Scales of the residual stream, heads of keys and values, windows, softcap, other parts: each with each of the others.
+# Heads of keys and values, windows, softcap, other parts: each with each of the others.
 COMBINATIONS = [
-    (False, 4, "L", 15.0, {}), (False, 1, "L", 0.0, {}), (False, 4, "SSL", 0.0, {}), (True, 1, "SSL", 15.0, {}),
-    (False, 4, "L", 15.0, GATES), (True, 1, "SSL", 0.0, GATES), (False, 2, "L", 15.0, {"n_layer": 4, **VALUES}),
-    (True, 1, "SSL", 0.0, VALUES), (False, 4, "SSL", 0.0, SHIFT), (True, 2, "L", 15.0, SHIFT | VALUES),
-    (True, 2, "SSL", 15.0, GATES | VALUES | SHIFT | {"short_window": 20})]
+    (4, "L", 15.0, {}), (1, "SSL", 0.0, GATES), (2, "L", 15.0, {"n_layer": 4, **VALUES}), (1, "SSL", 0.0, VALUES),
+    (4, "SSL", 0.0, SHIFT), (2, "L", 15.0, SHIFT | VALUES),
+    (2, "SSL", 15.0, GATES | VALUES | SHIFT | {"short_window": 20})]
 
 
 def test_every_part_of_the_model_is_exact_in_transformers(tmp_path, byte_tokenizer_dir):
     tokenizer = load_tokenizer(byte_tokenizer_dir)
     ids, jobs, models = text_ids(tokenizer, CONTEXT), [], []
-    for number, (scaled, kv_heads, pattern, softcap, parts) in enumerate(COMBINATIONS):
-        models.append(make_model(tokenizer, scaled, kv_heads, pattern, softcap, **parts))
+    for number, (kv_heads, pattern, softcap, parts) in enumerate(COMBINATIONS):
+        models.append(make_model(tokenizer, kv_heads, pattern, softcap, **parts))
         folder = tmp_path / str(number)
         folder.mkdir()
         export.check_exportable(models[-1])
@@ -193,7 +175,7 @@ def test_a_model_with_the_shipped_tokenizer_and_its_ids_are_exact(tmp_path):
     tokenizer = load_tokenizer(SHIPPED_DIR)
     model = make_model(tokenizer, n_layer=4, n_embd=128, max_seq_len=256)
     ids, folder = text_ids(tokenizer, 256), tmp_path / "exported"
-    script.main([f"--checkpoint={save(tmp_path / 'run', model, tokenizer)}", f"--out={folder}",
+    script.main([f"--checkpoint={save_model(tmp_path / 'run', model, tokenizer)}", f"--out={folder}",
                  f"--tokenizer_dir={SHIPPED_DIR}"])
     texts = [*HEADERS[20:60], *stress_strings(500, seed=1)]
     found = read(tmp_path, [{"folder": str(folder), "ids": ids, "prompt_len": 226, "texts": texts}])
@@ -216,6 +198,27 @@ def test_ids_of_the_shipped_tokenizer_are_those_of_the_library(pattern):
         assert theirs.encode(text).ids == [ours.bos_id, *ids] and theirs.decode(ids) == text
 
 
+def test_an_exported_tokenizer_is_read_back_with_the_same_ids_and_borders(tmp_path):
+    shipped = load_tokenizer()
+    (tmp_path / "tokenizer.json").write_text(tokenizer_json(shipped), encoding="utf-8")
+    again = load_tokenizer(tmp_path)
+    for text in (*HEADERS[:9], b"\xff \xe9<|bos|>", "\n\n  x"):
+        assert again.encode(text) == shipped.encode(text)
+    assert again.special_tokens == shipped.special_tokens and again.losses == ""
+    for name in ("n_vocab", "bos_id", "middle_end", "ends"):
+        assert getattr(again, name) == getattr(shipped, name)
+    assert again.tokens() == shipped.tokens() and again.token_bytes().equal(shipped.token_bytes())
+
+
+def test_a_tokenizer_of_the_library_is_written_as_it_was():
+    files = hub.files_of(*hub.smollm2())
+    tokenizer = hub.HubTokenizer(files)
+    assert tokenizer_json(tokenizer).encode() == files["tokenizer.json"]
+    config = export.tokenizer_config(tokenizer, 64)
+    assert config["bos_token"] == config["eos_token"] == "<|endoftext|>" and "pad_token" not in config
+    assert export.special_ids(tokenizer)["eos_token_id"] == [0, tokenizer.special("<file_sep>")]
+
+
 # scripts/export.py
 
 
@@ -223,7 +226,7 @@ def test_ids_of_the_shipped_tokenizer_are_those_of_the_library(pattern):
 def trained(tmp_path, byte_tokenizer_dir):
     """The path of a checkpoint of a tiny model."""
     tokenizer = load_tokenizer(byte_tokenizer_dir)
-    return save(tmp_path / "a_run", make_model(tokenizer), tokenizer)
+    return save_model(tmp_path / "a_run", make_model(tokenizer), tokenizer, step=20)
 
 
 @pytest.fixture
@@ -232,7 +235,13 @@ def run(trained, byte_tokenizer_dir):
         f"--checkpoint={trained}", f"--tokenizer_dir={byte_tokenizer_dir}", *flags))
 
 
-def test_the_card_says_what_is_known(tmp_path, run, trained, byte_tokenizer_dir):
+def card_of(meta):
+    """Returns the model card of a checkpoint that has only its Meta."""
+    model = SimpleNamespace(parameters=lambda: [], config=GPTConfig())
+    return write_card(Path("no_runs/a_run/step_000020"), model, meta, load_tokenizer())
+
+
+def test_the_card_says_what_is_known(tmp_path, run, trained):
     records = [{"step": step, "time": 100.0 + step, "loss": 9.0 - step / 10, "tokens": 1000 * step,
                 **({"val_bpb": 3.0 - step / 20, "fim_bpb": 2.5, "fim_bytes": 8170} if step % 10 == 0 else {})}
                for step in range(31)]
@@ -240,7 +249,7 @@ def test_the_card_says_what_is_known(tmp_path, run, trained, byte_tokenizer_dir)
     run(f"--out={tmp_path / 'out'}")
     card = (tmp_path / "out" / "README.md").read_text()
     for text in ("# a_run\n", "validation, bits per byte 2.0000 (step 20)", "loss, nats a token 7.0000 (step 20).",
-                 "--depth=2", "not trained to fill in the middle.", "manifest of the corpus was missing"):
+                 "--depth=2", "manifest of the corpus was missing"):
         assert text in card
     assert names(tmp_path / "out") == [
         "README.md", "SHA256SUMS", "config.json", "generation_config.json", "model.safetensors",
@@ -252,9 +261,15 @@ def test_the_card_says_what_is_known(tmp_path, run, trained, byte_tokenizer_dir)
     assert "/home" not in card and "mine" not in card
 
 
-def test_the_card_has_the_licences_of_the_data_of_the_training(tmp_path, byte_tokenizer_dir):
-    from nanochat.data.shards import fingerprint, list_shards, open_shards
-    from tests.data.headers import write_headers
+def test_the_card_says_how_to_fill_gaps_in_the_names_of_the_tokenizer():
+    card = describe_gaps(hub.hub_tokenizer(hub.smollm2), 0.5)
+    assert "`<jupyter_text>text after<jupyter_start>text before<jupyter_code>`. `<file_sep>` ends" in card
+    assert "<|fim_middle|>`. `<|endoftext|>` ends" in describe_gaps(hub.hub_tokenizer(hub.qwen), 0.5)
+    assert "<|fim_middle|>`. `<|file_sep|>` ends" in describe_gaps(load_tokenizer(), 0.5)
+    assert "not trained to fill" in describe_gaps(hub.hub_tokenizer(hub.llama3), 0.0)
+
+
+def test_the_card_has_the_licences_of_the_data_of_the_training(tmp_path):
     (tmp_path / "data").mkdir()
     shards = open_shards(list_shards(write_headers(tmp_path / "data")))
     manifest = tmp_path / "manifest.json"

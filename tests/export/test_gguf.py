@@ -2,74 +2,31 @@
 and what llama.cpp needs to know about sizes and tokens is there. What llama.cpp would compute otherwise is refused."""
 import json
 import sys
-from dataclasses import asdict
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from safetensors.torch import load_file
 
 from nanochat.checkpoint import on_disk
-from nanochat.checkpoint.meta import load_meta
-from nanochat.checkpoint.saver import save_checkpoint
 from nanochat.common import BadInput
 from nanochat.data.tokenizer import load_tokenizer
 from nanochat.kernels.choose import get_kernels
 from nanochat.model.config import GPTConfig
 from nanochat.model.llama import LlamaConfig
 from scripts import export
-from tests.checkpoint.states import make_meta, names
-from tests.export.test_hub import MODELS, change_json, import_to, tensors_in, write_model
+from tests.checkpoint.states import make_source, names
+from tests.export.test_hub import CONTROL, MODELS, change, import_to, tensors_in, write_model, write_tokenizer
+from tests.infer.test_engine import save_model
 
 transformers = pytest.importorskip("transformers")
 gguf = pytest.importorskip("gguf")
 gguf_reader = pytest.importorskip("transformers.modeling_gguf_pytorch_utils")
 
-# As the makers' tokenizer.json have them.
-QWEN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|"
-        r"\s+")
-LLAMA_3 = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
-           r"\s+(?!\S)|\s+")
-# Ids 258 to 265, after bytes and two merges.
-CONTROL = ("<|endoftext|>", "<|im_end|>", "<file_sep>", "<reponame>", "<repo_name>", "<jupyter_start>",
-           "<jupyter_text>", "<jupyter_code>")
-
-
-def write_tokenizer(folder, split="smollm"):
-    """Writes a tokenizer that splits text as the makers of SmolLM2 ("smollm"), Qwen ("qwen2") or Llama 3 do."""
-    characters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {character: number for number, character in enumerate(characters)} | {"in": 256, "int": 257}
-    tokenizer = Tokenizer(models.BPE(vocabulary, [("i", "n"), ("in", "t")], ignore_merges=split == "llama-bpe"))
-    if split == "smollm":
-        steps = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    else:
-        steps = [pre_tokenizers.Split(Regex(QWEN if split == "qwen2" else LLAMA_3), "isolated"),
-                 pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
-    tokenizer.normalizer = normalizers.NFC() if split == "qwen2" else None
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in CONTROL])
-    tokenizer.add_tokens([AddedToken("    ", normalized=False)])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    config = {"bos_token": "<|endoftext|>", "eos_token": {"content": "<|im_end|>"}, "add_bos_token": False}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-
-
 def imported(tmp_path, kind="llama tied", split="smollm"):
-    write_model(tmp_path / "model", kind)
-    write_tokenizer(tmp_path / "model", split)
+    write_model(tmp_path / "model", kind, split=split)
     return import_to("imported", tmp_path / "model")
-
-
-def change(path, meta=None, **weights):
-    """Changes a checkpoint as training would."""
-    file = path / on_disk.MODEL
-    save_file(load_file(file) | weights, file)
-    change_json(on_disk.META, **(meta or {}))(path)
-    (path / on_disk.SUMS).write_text(
-        on_disk.sums_text([path / name for name in (on_disk.MODEL, on_disk.META, on_disk.SOURCE)]))
 
 
 def export_to(out, *flags):
@@ -134,35 +91,31 @@ def test_sizes_and_tokens_are_entries_that_llama_cpp_reads(tmp_path, base_dir, k
     assert found["tokenizer.chat_template"] == "{{ messages }}\r\n"
 
 
-def test_gap_tokens_are_named_once_a_model_was_trained_with_them(tmp_path, base_dir):
-    change(imported(tmp_path), {"flags": {"fim_rate": 0.5}})
+NOTEBOOKS = {"fim_pre": "<jupyter_start>", "fim_suf": "<jupyter_text>", "fim_mid": "<jupyter_code>"}
+
+
+@pytest.mark.parametrize("meta, expected", [
+    ({"flags": {"fim_rate": 0.5}}, NOTEBOOKS | {"eot": "<file_sep>"}),
+    ({"source": make_source(model="Qwen/Qwen2.5-Coder-0.5B")},
+     NOTEBOOKS | {"fim_rep": "<repo_name>", "fim_sep": "<file_sep>"})], ids=["trained here", "a coder of Qwen"])
+def test_gap_tokens_are_named_where_training_had_them_and_those_of_files_for_a_coder_of_qwen(tmp_path, base_dir, meta,
+                                                                                             expected):
+    change(imported(tmp_path), meta)
     found = entries(export_to(tmp_path / "a.gguf"))
-    names = {"fim_pre": "<jupyter_start>", "fim_suf": "<jupyter_text>", "fim_mid": "<jupyter_code>",
-             "eot": "<file_sep>"}
-    for key, name in names.items():
-        assert found["tokenizer.ggml.tokens"][found[f"tokenizer.ggml.{key}_token_id"]] == name
-    for key in ("fim_pad", "fim_rep", "fim_sep"):
-        assert f"tokenizer.ggml.{key}_token_id" not in found
+    tokens = found["tokenizer.ggml.tokens"]
+    named = {key.split(".")[-1].removesuffix("_token_id"): tokens[value] for key, value in found.items()
+             if "fim_" in key or "eot_" in key}
+    assert named == expected
+    assert "<reponame>" in tokens if "fim_rep" in named else "[<reponame>]" in tokens
     # Training puts <|endoftext|> before each document, and the source puts nothing before a text.
-    assert found["tokenizer.ggml.tokens"][found["tokenizer.ggml.bos_token_id"]] == "<|endoftext|>"
-    assert found["tokenizer.ggml.add_bos_token"] is True
-
-
-def test_only_a_coder_of_qwen_gets_names_of_files_before_a_gap(tmp_path, base_dir):
-    path = imported(tmp_path)
-    source = load_meta(path).source
-    change(path, {"source": source | {"model_type": "qwen2", "model": "Qwen/Qwen2.5-Coder-0.5B"}})
-    found = entries(export_to(tmp_path / "a.gguf"))
-    for key, name in {"fim_rep": "<repo_name>", "fim_sep": "<file_sep>"}.items():
-        assert found["tokenizer.ggml.tokens"][found[f"tokenizer.ggml.{key}_token_id"]] == name
-    assert "<reponame>" in found["tokenizer.ggml.tokens"] and "tokenizer.ggml.eot_token_id" not in found
+    assert found["tokenizer.ggml.add_bos_token"] == ("flags" in meta)
+    assert tokens[found["tokenizer.ggml.bos_token_id"]] == "<|endoftext|>"
 
 
 def save_new(base_dir, tokenizer, config):
-    """Saves a model that began from nothing as the newest checkpoint of the run `imported`."""
+    """Saves a model that began from nothing as a checkpoint of the run `imported`."""
     model = config.new_model(get_kernels("current", "cpu")).init_weights()
-    save_checkpoint(base_dir / "checkpoints" / "imported", model.state_dict(), {}, make_meta(
-        7, config=asdict(config), tokenizer_sha256=tokenizer.sha256), num_lanes=0)
+    save_model(base_dir / "checkpoints" / "imported", model, tokenizer)
 
 
 NEW = {"vocab_size": 512, "n_layer": 1, "n_embd": 32, "n_head": 2, "n_kv_head": 1, "max_seq_len": 64}
@@ -206,7 +159,6 @@ def test_what_llama_cpp_would_compute_otherwise_is_refused_and_nothing_is_left(t
     ("model", {"ignore_merges": True})])
 def test_a_tokenizer_that_splits_otherwise_is_refused_by_name(tmp_path, base_dir, key, value):
     write_model(tmp_path / "model")
-    write_tokenizer(tmp_path / "model")
     file = tmp_path / "model" / "tokenizer.json"
     found = json.loads(file.read_text())
     file.write_text(json.dumps(found | {key: found[key] | value if key == "model" else value}))

@@ -1,6 +1,5 @@
 """A public model becomes a checkpoint and an export again: real models of transformers, whose weights, logits and files
 must come back, and files that lie, which must end in one line."""
-import io
 import json
 import os
 import shutil
@@ -14,7 +13,7 @@ from unittest import mock
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from nanochat.checkpoint import on_disk
 from nanochat.checkpoint.meta import load_meta
@@ -31,6 +30,7 @@ from nanochat.model.llama import LlamaConfig
 from nanochat.model.llama_layer import Llama
 from scripts import export, import_hf
 from tests.checkpoint.states import make_meta, names
+from tests.data.hub import LLAMA3_SPLIT, QWEN_SPLIT, zipped
 from tests.hub import Hub
 
 transformers = pytest.importorskip("transformers")
@@ -39,7 +39,7 @@ CARD = "---\nlanguage: en\nlicense: apache-2.0\n---\n# A model\n"
 SIZES = {"vocab_size": 288, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
          "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "rms_norm_eps": 1e-5,
          "bos_token_id": 256, "eos_token_id": 256, "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}}
-MODELS = {  # the vocabulary has 257 ids: rows without an id are normal
+MODELS = {  # the vocabulary has 267 ids: rows without an id are normal
     "llama tied": ("Llama", {"tie_word_embeddings": True}, "bfloat16"),
     "llama, own head": ("Llama", {"head_dim": 24}, "float32"),
     "llama, half": ("Llama", {"num_key_value_heads": 4}, "float16"),
@@ -49,19 +49,32 @@ MODELS = {  # the vocabulary has 257 ids: rows without an id are normal
     "qwen3 tied": ("Qwen3", {"head_dim": 8, "tie_word_embeddings": True}, "float32")}
 
 
-def write_tokenizer(folder):
+# Ids 258 to 265, after bytes and two merges.
+CONTROL = ("<|endoftext|>", "<|im_end|>", "<file_sep>", "<reponame>", "<repo_name>", "<jupyter_start>",
+           "<jupyter_text>", "<jupyter_code>")
+
+
+def write_tokenizer(folder, split="smollm"):
+    """Writes a tokenizer that splits text as the makers of SmolLM2 ("smollm"), Qwen ("qwen2") or Llama 3 do."""
     characters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({character: number for number, character in enumerate(characters)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    vocabulary = {character: number for number, character in enumerate(characters)} | {"in": 256, "int": 257}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [("i", "n"), ("in", "t")], ignore_merges=split == "llama-bpe"))
+    if split == "smollm":
+        steps = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    else:
+        steps = [pre_tokenizers.Split(Regex(QWEN_SPLIT if split == "qwen2" else LLAMA3_SPLIT), "isolated"),
+                 pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    tokenizer.normalizer = normalizers.NFC() if split == "qwen2" else None
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken("<|endoftext|>", special=True, normalized=False)])
+    tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in CONTROL])
+    tokenizer.add_tokens([AddedToken("    ", normalized=False)])
     tokenizer.save(str(folder / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>", "model_max_length": 64}
+    config = {"bos_token": "<|endoftext|>", "eos_token": {"content": "<|im_end|>"}, "add_bos_token": False}
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=4))
-    (folder / "chat_template.jinja").write_text("{{ messages }}\r\n")
 
 
-def write_model(folder, kind="llama tied", shard="1GB"):
+def write_model(folder, kind="llama tied", shard="1GB", split="smollm"):
     """Writes a model with random weights."""
     family, options, dtype = MODELS[kind]
     torch.manual_seed(1)
@@ -70,7 +83,8 @@ def write_model(folder, kind="llama tied", shard="1GB"):
     for name, weight in model.named_parameters():
         torch.nn.init.normal_(weight, 1.0 if name.endswith("norm.weight") else 0.0, 0.2)
     model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size=shard)
-    write_tokenizer(folder)
+    write_tokenizer(folder, split)
+    (folder / "chat_template.jinja").write_text("{{ messages }}\r\n")
     (folder / "README.md").write_text(CARD)
     (folder / "LICENSE").write_text("Apache License\n")
 
@@ -95,17 +109,24 @@ def tensors_in(folder):
     return found
 
 
-def zipped_of(files):
-    found = io.BytesIO()
-    with zipfile.ZipFile(found, "w") as file:
-        for name, content in files.items():
-            file.writestr(name, content)
-    return found.getvalue()
-
-
 def import_to(run, place, *flags):
     import_hf.main([str(place), f"--run={run}", *flags])
     return on_disk.latest(get_base_dir() / "checkpoints" / run)
+
+
+def change_json(name, **values):
+    def change(folder):
+        found = json.loads((folder / name).read_text()) | values
+        (folder / name).write_text(json.dumps({key: value for key, value in found.items() if value != "gone"}))
+    return change
+
+
+def change(path, meta=None, **weights):
+    """Changes a checkpoint as training would."""
+    save_file(load_file(path / on_disk.MODEL) | weights, path / on_disk.MODEL)
+    change_json(on_disk.META, **(meta or {}))(path)
+    (path / on_disk.SUMS).write_text(
+        on_disk.sums_text([path / name for name in (on_disk.MODEL, on_disk.META, on_disk.SOURCE)]))
 
 
 @pytest.mark.parametrize("kind, shard", [*((kind, "1GB") for kind in MODELS), ("qwen2", "20KB")])
@@ -128,7 +149,7 @@ def test_import_and_export_give_back_every_bit_and_transformers_logits(tmp_path,
         assert (out / name).read_bytes() == (tmp_path / "model" / name).read_bytes(), name
 
     ours, tokenizer, meta = load_model(path, Dist("cpu", torch.device("cpu")))
-    assert tokenizer.n_vocab == 257 and meta.source["licence"] == "apache-2.0"
+    assert tokenizer.n_vocab == 267 and meta.source["licence"] == "apache-2.0"
     ids = torch.randint(257, (2, 50), generator=torch.Generator().manual_seed(2))
     for folder in (tmp_path / "model", out):
         theirs, loading = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32,
@@ -140,15 +161,11 @@ def test_import_and_export_give_back_every_bit_and_transformers_logits(tmp_path,
 
 def test_weights_that_were_trained_go_out_in_the_dtype_they_came_in_with_the_licence(folder, base_dir, tmp_path):
     path = import_to("imported", folder)
-    weights = load_file(path / on_disk.MODEL)
-    weights["mlp_in"] += 1e-3  # in fp32, as a master
-    save_file(weights, path / on_disk.MODEL)
-    change_json(on_disk.META, step=7, flags={"run": "imported"})(path)
-    (path / on_disk.SUMS).write_text(
-        on_disk.sums_text([path / name for name in (on_disk.MODEL, on_disk.META, on_disk.SOURCE)]))
+    mlp_in = load_file(path / on_disk.MODEL)["mlp_in"] + 1e-3  # in fp32, as a master
+    change(path, {"step": 7, "flags": {"run": "imported"}}, mlp_in=mlp_in)
     export.main(["--checkpoint=imported", f"--out={tmp_path}/out"])
     found = load_file(tmp_path / "out/model.safetensors")
-    assert torch.equal(found["model.layers.2.mlp.up_proj.weight"], weights["mlp_in"][2].bfloat16())
+    assert torch.equal(found["model.layers.2.mlp.up_proj.weight"], mlp_in[2].bfloat16())
     card = (tmp_path / "out/README.md").read_text()
     assert card.startswith(CARD) and "7 steps" in card and "apache-2.0" in card[len(CARD):]
     assert (tmp_path / "out/config.json").read_bytes() == (folder / "config.json").read_bytes()
@@ -184,13 +201,6 @@ def test_an_import_holds_one_tensor_of_the_source_at_a_time(folder, base_dir):
     with mock.patch.object(hub.Stored, "read", watched):
         import_to("imported", folder)
     assert len(alive) == len(tensors_in(folder))
-
-
-def change_json(name, **values):
-    def change(folder):
-        found = json.loads((folder / name).read_text()) | values
-        (folder / name).write_text(json.dumps({key: value for key, value in found.items() if value != "gone"}))
-    return change
 
 
 def change_tensors(change):
@@ -248,9 +258,14 @@ def have_more_ids_than_rows(folder):
     change_tensors(lambda tensors: tensors.update({EMBEDDING: tensors[EMBEDDING][:256]}))(folder)
 
 
+def be_of_another_family(folder):
+    in_config(model_type="mixtral")(folder)
+    (folder / "model.safetensors").unlink()  # which must not be missed before this is said
+
+
 EMBEDDING, Q = "model.embed_tokens.weight", "model.layers.1.self_attn.q_proj.weight"
 LIES = {
-    "another architecture": (in_config(model_type="mixtral"), ["model_type", "mixtral", "qwen2"]),
+    "another architecture": (be_of_another_family, ["model_type", "mixtral", "qwen2"]),
     "another head": (in_config(architectures=["LlamaForSequenceClassification"]), ["LlamaForSequenceClassification"]),
     "scaled positions": (in_config(rope_parameters={"rope_type": "llama3", "factor": 8.0, "rope_theta": 5e5}),
                          ["rope_parameters", "llama3"]),
@@ -265,7 +280,6 @@ LIES = {
     "windows of some layers": (in_config(layer_types=["full_attention", "sliding_attention"]), ["layer_types"]),
     "a size that is none": (in_config(hidden_size="32"), ["hidden_size", '"32"']),
     "a negative size": (in_config(num_hidden_layers=-3), ["num_hidden_layers", "-3"]),
-    "more positions in a row": (in_config(max_position_embeddings=0), ["max_position_embeddings"]),
     "no JSON": (lambda folder: (folder / "config.json").write_text("[" * 10**5), ["config.json", "copy it again"]),
     "no object": (lambda folder: (folder / "config.json").write_text("[1]"), ["config.json", "copy it again"]),
     "no config": (lambda folder: (folder / "config.json").unlink(), ["config.json", "no"]),
@@ -273,8 +287,6 @@ LIES = {
     "a broken tokenizer": (lambda folder: (folder / "tokenizer.json").write_text("{}"), ["model: its tokenizer files"]),
     "more ids than rows": (have_more_ids_than_rows, ["256", "vocab_size"]),
     "another width": (in_config(hidden_size=64, head_dim=8), ["shape", "(288, 32)", "(288, 64)"]),
-    "fewer layers": (in_config(num_hidden_layers=2), ["model.layers.2", "unknown"]),
-    "more layers": (in_config(num_hidden_layers=4), ["model.layers.3", "missing"]),
     "own head and missing": (in_config(tie_word_embeddings=False), ["lm_head.weight", "missing"]),
     "tied head that differs": (
         change_tensors(lambda tensors: tensors.update({"lm_head.weight": 1 + tensors[EMBEDDING]})),
@@ -299,7 +311,10 @@ LIES = {
 }
 
 
-@pytest.mark.parametrize("content", [None, b"", zipped_of({}), zipped_of({"config.json": "[]"})])
+EMPTY_ZIP = b"PK\x05\x06" + bytes(18)
+
+
+@pytest.mark.parametrize("content", [None, b"", EMPTY_ZIP, zipped({"config.json": b"[]"})])
 def test_a_checkpoint_whose_small_files_are_damaged_is_exported_nowhere(folder, base_dir, tmp_path, content):
     """Though its checksums agree."""
     path = import_to("imported", folder)
@@ -332,13 +347,6 @@ def test_files_that_lie_are_refused_in_one_line_and_leave_nothing(folder, base_d
     assert "\n" not in str(error.value) and all(word in str(error.value) for word in words), error.value
     left = names(get_base_dir() / "checkpoints" / "imported")
     assert all(name.startswith(".") for name in left), left  # the lock
-
-
-def test_what_is_not_of_the_family_is_refused_before_weights_are_read(folder, base_dir):
-    change_json("config.json", model_type="gemma")(folder)
-    (folder / "model.safetensors").unlink()
-    with pytest.raises(BadInput, match="gemma"):
-        import_to("imported", folder)
 
 
 def test_what_makes_no_difference_is_taken(folder, base_dir):
@@ -376,19 +384,18 @@ from scripts.import_hf import main
 reads, read = [], hub.Stored.read
 def dying(self, name):
     reads.append(name)
-    if len(reads) == int(sys.argv[1]):
+    if len(reads) == 20:
         os.kill(os.getpid(), signal.SIGKILL)
     return read(self, name)
 hub.Stored.read = dying
-main(sys.argv[2:])
+main(sys.argv[1:])
 """
 
 
 def test_a_killed_import_leaves_nothing_that_looks_whole_and_the_next_one_succeeds(folder, base_dir):
-    for moment in (1, 20):
-        process = subprocess.run([sys.executable, "-c", KILLED, str(moment), folder, "--run=imported"], timeout=100)
-        assert process.returncode == -signal.SIGKILL
-        assert on_disk.latest(get_base_dir() / "checkpoints" / "imported") is None
+    process = subprocess.run([sys.executable, "-c", KILLED, folder, "--run=imported"], timeout=100)
+    assert process.returncode == -signal.SIGKILL
+    assert on_disk.latest(get_base_dir() / "checkpoints" / "imported") is None
     path = import_to("imported", folder)
     assert names(path.parent)[-1] == "step_000000" and on_disk.find_problem(path, weights_only=True) is None
     assert "step_000000.tmp" not in names(path.parent)

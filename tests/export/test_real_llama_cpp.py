@@ -3,20 +3,18 @@ import json
 import subprocess
 import sys
 import urllib.request
-from dataclasses import asdict
 
 import pytest
 import torch
 
-from nanochat.checkpoint.saver import save_checkpoint
 from nanochat.data.tokenizer import Infill, load_tokenizer
 from nanochat.kernels.choose import get_kernels
 from nanochat.model.llama import LlamaConfig
 from nanochat.model.llama_layer import Llama
 from scripts import export, tok_train
-from tests.checkpoint.states import make_meta
 from tests.data import hub
 from tests.data.headers import HEADERS
+from tests.infer.test_engine import save_model
 
 pytest.importorskip("xllamacpp")
 pytest.importorskip("gguf")
@@ -88,9 +86,9 @@ def test_ids_completions_and_gaps_are_ours(tmp_path, base_dir, name, options):
             if weight.dim() > 1:
                 weight.normal_(0, 0.2)
             weight.copy_(weight.half())
-    save_checkpoint(base_dir / "checkpoints" / "small", model.state_dict(), {}, make_meta(
-        config=asdict(config), tokenizer_sha256=tokenizer.sha256, flags={"fim_rate": 0.5}), num_lanes=0)
+    save_model(base_dir / "checkpoints" / "small", model, tokenizer, flags={"fim_rate": 0.5})
     export.main(["--checkpoint=small", f"--tokenizer_dir={folder}", f"--out={tmp_path / 'a.gguf'}"])
+
     def require_greedy(ids, found):
         with torch.no_grad():
             logits = model(torch.tensor([ids + found]))[0, len(ids) - 1:-1].float()
