@@ -81,12 +81,11 @@ def test_the_peak_of_this_machines_chips(monkeypatch):
     assert tpu.peak_flops_here("tpu") == 918e12 and tpu.peak_flops_here("cuda") is None
 
 
-def test_prices_come_from_the_table():
-    assert tpu.usd_per_hour("v5litepod-8", spot=True, zone="us-west4-a") == pytest.approx(2.04)
-    assert tpu.usd_per_hour("v5litepod-8", spot=True, zone="us-east5-b") == pytest.approx(4.80)
-    assert tpu.usd_per_hour("v6e-4", spot=True, zone="asia-northeast1-b") == pytest.approx(1.70)
-    assert tpu.usd_per_hour("v6e-4", spot=False, zone="us-east5-a") == pytest.approx(10.80)
-    assert tpu.usd_per_hour("v4-8", spot=True) is None
+@pytest.mark.parametrize("accelerator, spot, zone, usd", [
+    ("v5litepod-8", True, "us-west4-a", 2.04), ("v5litepod-8", True, "us-east5-b", 4.80),
+    ("v6e-4", True, "asia-northeast1-b", 1.70), ("v6e-4", False, "us-east5-a", 10.80), ("v4-8", True, None, None)])
+def test_prices_come_from_the_table(accelerator, spot, zone, usd):
+    assert tpu.usd_per_hour(accelerator, spot, zone) == (usd and pytest.approx(usd))
 
 
 def test_without_a_zone_the_dearest_price_counts_and_an_unknown_zone_has_none():

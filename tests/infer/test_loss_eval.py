@@ -27,7 +27,7 @@ def evaluate(corpus_dir, byte_tokenizer_dir):
     def run(model, num_rows, batch_size=3):
         tokenizer = load_tokenizer(byte_tokenizer_dir)
         shards = open_shards(list_shards(corpus_dir / "val"))
-        with DataLoader(shards, tokenizer, RankRows(batch_size, seq_len=32), num_rows=num_rows) as rows:
+        with DataLoader(shards, tokenizer, RankRows(batch_size, seq_len=32, num_lanes=2), num_rows=num_rows) as rows:
             return bits_per_byte(model, rows, tokenizer.token_bytes(), CPU)
 
     return run
@@ -40,13 +40,6 @@ def test_three_bits_for_every_byte_are_three_bits_per_byte(evaluate):
     found = evaluate(model, num_rows=70)
     assert found.bits_per_byte == pytest.approx(3, rel=1e-6) and not found.is_whole_text
     assert 70 * 32 - 20 < found.num_bytes <= 70 * 32  # each token is a byte but BOS, which stands for none
-
-
-def test_a_text_that_is_shorter_than_what_is_asked_for_counts_once(evaluate, corpus_dir):
-    found = evaluate(lambda ids, targets: torch.zeros(targets.shape), num_rows=8000)
-    texts = pq.read_table(corpus_dir / "val").column("text").to_pylist()
-    size = sum(len(text.encode()) for text in texts)
-    assert found.is_whole_text and 0.9 * size < found.num_bytes <= size
 
 
 @pytest.mark.parametrize("make, line", [
@@ -83,17 +76,18 @@ def test_bytes_of_middles_are_those_of_the_files_too():
     assert found.num_bytes == len(infill.middle.encode())
 
 
-def test_the_text_is_whole_only_if_every_lane_has_come_to_its_end(evaluate, monkeypatch):
-    monkeypatch.setattr(loader, "SMALL_BYTES", 0)  # less text would be read by one lane for all ranks
-
+def test_the_text_counts_once_and_is_whole_only_if_every_lane_has_come_to_its_end(evaluate, corpus_dir, monkeypatch):
     def model(ids, targets):
         return torch.zeros(targets.shape)
 
-    size = evaluate(model, num_rows=8000).num_bytes
-    found = [evaluate(model, num_rows) for num_rows in (64, 256, 512, 1024, 2048, 4096)]
-    assert [each.is_whole_text for each in found] == [each.num_bytes == size for each in found]
+    whole, texts = evaluate(model, 8000), pq.read_table(corpus_dir / "val").column("text").to_pylist()
+    assert 0.9 < whole.num_bytes / sum(len(text.encode()) for text in texts) <= 1 and whole.is_whole_text
+    monkeypatch.setattr(loader, "SMALL_BYTES", 0)  # else so little text is read by one lane for all ranks
+    found = {num_rows: evaluate(model, num_rows) for num_rows in (512, 4096, 8000, 12000, 16000)}
+    size = found[16000].num_bytes
+    assert [each.is_whole_text for each in found.values()] == [each.num_bytes == size for each in found.values()]
     assert any(not each.is_whole_text and each.num_bytes < num_rows * 31
-               for each, num_rows in zip(found, (64, 256, 512, 1024, 2048, 4096), strict=True)), "no lane ended early"
+               for num_rows, each in found.items()), "no lane ended early"
 
 
 def test_the_rows_are_the_same_for_every_batch_size(evaluate):

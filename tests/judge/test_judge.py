@@ -133,11 +133,15 @@ def test_the_compiler_sees_no_file_of_the_machine(judge):
 
 
 @pytest.mark.slow
-def test_programs_with_all_headers_are_compiled_with_a_precompiled_one(judge):
-    """Its name is not in the message, and a line's number is that of the program."""
+def test_programs_with_all_headers_are_compiled_with_a_precompiled_one(judge, tmp_path):
+    """Its name is not in the message, and a line's number is that of the program. Those of MBPP have all headers."""
     code = "#include <bits/stdc++.h>\nusing namespace std;\nint twice(int x) { return %s; }\n"
     assert judge.judge(code % "max(2, 1) * x", TESTS).passed
     assert "source.cpp:3:27: error: 'y'" in judge.judge(code % "y", TESTS).message
+    (tmp_path / "mbpp.jsonl").write_text(json.dumps(MBPP))
+    [problem] = read_problems(tmp_path / "mbpp.jsonl")
+    for text, status in [("    return n % 2 == 0 && n > 2;", "passed"), ("    return false;", "failed")]:
+        assert problem.verdict(judge, text).status == status, text
 
 
 # The problems
@@ -185,22 +189,15 @@ MBPP = {
     "    assert(candidate((10)) == (true));\n}\n", "stop_tokens": ["\n}"]}
 
 
-def test_mbpp_is_read(judge, tmp_path):
-    (tmp_path / "mbpp.jsonl").write_text(json.dumps(MBPP))
-    [problem] = read_problems(tmp_path / "mbpp.jsonl")
-    assert problem.name == "mbpp_3_is_not_prime"
-    for text, status in [("    return n % 2 == 0 && n > 2;", "passed"), ("    return false;", "failed")]:
-        assert problem.verdict(judge, text).status == status, text
-    assert telling_sequences([problem.prompt])
-
-
 def test_the_formats_of_others_are_read(judge, tmp_path):
     # Some editors write a byte-order mark. Characters of Unicode that end a line end no line of JSON.
-    (tmp_path / "problems.jsonl").write_text("\ufeff" + HUMANEVAL_X + "\n" + MULTIPL_E.replace("_0_", "_\u2028_\x85_"))
-    first, second = read_problems(tmp_path / "problems.jsonl")
+    (tmp_path / "problems.jsonl").write_text(
+        "\ufeff" + HUMANEVAL_X + "\n" + MULTIPL_E.replace("_0_", "_\u2028_\x85_") + json.dumps(MBPP))
+    first, second, third = read_problems(tmp_path / "problems.jsonl")
     assert judge.judge(first.program(first.solution), first.tests).passed
     assert first.preamble == "#include<math.h>\n" and "math" not in first.prompt
     assert judge.judge(second.program("    return x + 1;" + second.closing()), second.tests).passed
+    assert third.name == "mbpp_3_is_not_prime" and telling_sequences([third.prompt])
 
 
 @pytest.mark.parametrize("content, message", [

@@ -1,12 +1,12 @@
 """What a run measures of its own programs, which XLA compiles for one CPU device."""
 import json
-import os
 import subprocess
 import sys
 from dataclasses import replace
 
 import pytest
 import torch
+import torch_xla
 
 from nanochat.device.programs import compilations, compile_seconds
 from nanochat.device.ranks import Dist, compute_cleanup, compute_init
@@ -33,7 +33,7 @@ def make_trainer(dist, byte_tokenizer_dir):
 
     def make(*flags, width):
         flags = parse_flags(last_of_each(
-            "--device_type=xla", "--depth=2", f"--model_dim={width}", "--num_heads=2", "--max_seq_len=32",
+            "--device_type=xla", "--depth=1", f"--model_dim={width}", "--num_heads=2", "--max_seq_len=32",
             "--synthetic_data", "--device_batch_size=2", "--total_batch_size=128", "--num_iterations=8",
             "--eval_every=-1", "--sample_every=-1", "--save_every=-1", "--log_every=2",
             f"--tokenizer_dir={byte_tokenizer_dir}", *flags))
@@ -45,13 +45,6 @@ def make_trainer(dist, byte_tokenizer_dir):
 
 def records(trainer):
     return [json.loads(line) for line in (trainer.run.directory / "metrics.jsonl").read_text().splitlines()]
-
-
-def run_program(observer, rows):
-    """Runs a small program on `rows` as one optimizer step."""
-    rows = rows.to(observer.dist.device)
-    with observer.program("micro_step"):
-        return (rows * 3).sum()
 
 
 def test_rows_that_grow_have_a_program_for_each_length_compiled_before_the_first_step(make_trainer, dist, monkeypatch):
@@ -114,21 +107,18 @@ def test_the_log_says_where_the_hosts_time_goes_and_what_was_compiled_and_why(ma
     assert last["recompiled"] == ["micro_step"] and output.count("compiled again: micro_step") == 1
 
 
-def test_a_running_process_gives_a_trace_to_whoever_asks_at_its_port(tmp_path):
-    program = """
-import subprocess, sys, torch, torch_xla
-from nanochat.device.ranks import compute_init, prepare_xla_environment
-prepare_xla_environment("xla")
-dist = compute_init("xla")
-ask = f"import torch_xla.debug.profiler as xp; xp.trace('localhost:' + sys.argv[1], sys.argv[2], 500)"
-asker = subprocess.Popen([sys.executable, "-c", "import sys; " + ask, *sys.argv[1:]])
-while asker.poll() is None:
-    torch.ones(8, 8).to(dist.device).sum()
-    torch_xla.sync()
-"""
+ASK = "import sys, torch_xla.debug.profiler as xp; xp.trace('localhost:' + sys.argv[1], sys.argv[2], 500)"
+
+
+def test_a_running_process_gives_a_trace_to_whoever_asks_at_its_port(tmp_path, monkeypatch):
     port = str(free_port())
-    subprocess.run([sys.executable, "-c", program, port, str(tmp_path)], check=True, timeout=200,
-                   env=os.environ | {"PROFILE_PORT": port})
+    monkeypatch.setenv("PROFILE_PORT", port)
+    dist = compute_init("xla")
+    asker = subprocess.Popen([sys.executable, "-c", ASK, port, str(tmp_path)])
+    while asker.poll() is None:
+        torch.ones(8, 8).to(dist.device).sum()
+        torch_xla.sync()
+    compute_cleanup(dist)
     [trace] = tmp_path.glob("plugins/profile/*/*.xplane.pb")
     assert trace.stat().st_size > 0
 
