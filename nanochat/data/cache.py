@@ -51,7 +51,7 @@ EVICTED_SHARE = 0.1  # of the limit; each eviction makes this much free, because
 TRIES = 5  # to open a part; more than two only if the cache is so small that others evict the part at once
 
 
-@dataclass(unsafe_hash=True)
+@dataclass
 class LocalFile:
     """A file on this machine, with the methods of RemoteFile. They open the whole file: pyarrow reads what it needs."""
     commit = ""

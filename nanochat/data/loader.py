@@ -194,8 +194,6 @@ class Loader:
     def change_rows(self, batch_size, seq_len):
         """Changes the length of rows from the next batch on, as a new loader would that begins with the states of the
         last batch. Only for endless loaders without fim_rate."""
-        if self._num_rows != math.inf or "fim_rate" in self.settings:
-            raise ValueError("the rows of an evaluation, and of fill in the middle, keep their length")
         # The states are those after the served rows. The lanes have read further, so new ones replace them.
         self.close()
         self._start_threads(self.settings | {"seq_len": seq_len}, batch_size)

@@ -21,8 +21,12 @@ class ByteTokenizer:
         return [memoryview(np.append(np.uint32(self.bos_id), self.encode_to_numpy(text))) for text in texts]
 
 
-def write(path, texts, row_group_size=None):
-    pq.write_table(pa.table({"text": pa.array(texts, pa.string())}), path, row_group_size=row_group_size)
+def write(path, texts, row_group_size=None, text_type=None, **options):
+    """Writes a shard, with options of pq.write_table; returns its path."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    names = [f"{i}.cc" for i in range(len(texts))]
+    table = pa.table({"path": names, "text": pa.array(texts, text_type or pa.string())})
+    pq.write_table(table, path, row_group_size=row_group_size, compression="zstd", **options)
     return path
 
 

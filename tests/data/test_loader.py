@@ -13,7 +13,7 @@ import torch
 from nanochat.common import BadInput
 from nanochat.data import loader as loader_module
 from nanochat.data import shards as shards_module
-from nanochat.data.lanes import PADDING, Lane
+from nanochat.data.lanes import PADDING, Lane, smallest_cover
 from nanochat.data.loader import SyntheticLoader
 from nanochat.data.shards import open_shards, read_pieces
 from nanochat.data.units import Units
@@ -55,6 +55,24 @@ def read_steps(shards, steps, readers, rows_per_step=16, batch_size=None, loader
             loader.close()
 
 
+def assert_same(found, expected, what=""):
+    """Compares the rows and states of steps, as read_steps yields them."""
+    for (rows, state), (expected_rows, expected_state) in zip(found, expected, strict=True):
+        assert torch.equal(rows, expected_rows) and state == expected_state, what
+
+
+def repeated_steps(shards, num_steps, restored_after, **options):
+    """Returns what read_steps yields on one rank. First 2, 4 and 8 ranks have read the same, and so have ranks that
+    were restored after each of the steps `restored_after`."""
+    steps = list(read_steps(shards, num_steps, 1, **options))
+    for readers in (2, 4, 8):
+        assert_same(read_steps(shards, num_steps, readers, **options), steps, f"on {readers} ranks")
+    for k, readers in zip(restored_after, itertools.cycle((1, 2, 4, 8)), strict=False):
+        assert_same(read_steps(shards, 2, readers, state=steps[k][1], **options), steps[k + 1:k + 3],
+                    f"restored after step {k} on {readers} ranks")
+    return steps
+
+
 def open_synthetic(_, **options):
     rows, options = rows_and_others({"seq_len": 128, "num_lanes": 8, **options})
     return SyntheticLoader(1000, rows, **options)
@@ -75,14 +93,8 @@ def test_a_step_has_the_same_tokens_for_any_number_of_ranks(shards, loader):
 
 
 def test_it_is_restored_exactly_after_every_step_on_any_number_of_ranks(shards):
-    steps = list(read_steps(shards, 30, readers=1))
     in_the_middle_of = Counter()
-    for k, readers in zip(range(len(steps) - 2), itertools.cycle((1, 2, 4, 8)), strict=False):
-        state = steps[k][1]
-        for (rows, after), (expected, expected_after) in zip(
-                read_steps(shards, 2, readers, state=state), steps[k + 1:k + 3], strict=True):
-            assert torch.equal(rows, expected), f"restored after step {k} on {readers} ranks"
-            assert after == expected_after
+    for _, state in repeated_steps(shards, 30, range(28)):
         for lane in state.values():
             in_the_middle_of["document"] += bool(lane["pending"])
             in_the_middle_of["piece"] += bool(lane["pending"] and lane["pending"][2])
@@ -114,18 +126,11 @@ def test_rows_become_longer_at_a_step_and_hold_the_same_whatever_the_ranks_and_w
     steps = list(run(1))
     assert [tuple(rows.shape) for rows, _ in steps] == [(2048 // length, length + 1) for length in lengths]
     for readers in (2, 4):
-        assert all(torch.equal(a, b) for (a, _), (b, _) in zip(steps, run(readers), strict=True))
+        assert_same(run(readers), steps)
     for begin, readers in zip(range(1, len(lengths)), itertools.cycle((1, 2, 4)), strict=False):
-        for (rows, state), (expected, after) in zip(run(readers, begin, steps[begin - 1][1]), steps[begin:],
-                                                    strict=True):
-            assert torch.equal(rows, expected) and state == after, f"resumed before step {begin}"
+        assert_same(run(readers, begin, steps[begin - 1][1]), steps[begin:], f"resumed before step {begin}")
     with pytest.raises(BadInput, match="seq_len 64, .* 32"):
         next(run(1, 4, steps[5][1]))
-
-
-def test_rows_of_an_evaluation_keep_their_length(shards):
-    with open_loader(shards, num_rows=10) as loader, pytest.raises(ValueError, match="keep their length"):
-        loader.change_rows(1, 64)
 
 
 def lane_text(shards, lane, state, seed=0, num_lanes=8):
@@ -230,14 +235,6 @@ def test_an_evaluation_has_every_document_once_and_the_same_rows_on_any_number_o
     assert stats["tokens"] <= in_rows < 1.01 * stats["tokens"]  # each row may repeat one token
 
 
-@pytest.mark.parametrize("text", ["int x;", "a" * 700, "b" * 128])
-def test_an_evaluation_of_one_document_has_it_once(tmp_path, text):
-    [batch] = open_loader([write(tmp_path / "a.parquet", [text])], num_rows=16, batch_size=16)
-    tokens = [token for token in batch.rows.flatten().tolist() if token != PADDING]
-    repeated = (len(text) - 1) // 128  # the last token of a row is the first of the next
-    assert tokens.count(256) == 1 and len(tokens) == 1 + len(text) + repeated
-
-
 @pytest.mark.parametrize("num_rows, at_most", [(5, 5), (None, 4 * 3 + 4)])
 def test_no_more_is_packed_than_is_asked_for(shards, monkeypatch, num_rows, at_most):
     """Without an end: each of 8 lanes has one row ready, and the 4 that gave one make two more."""
@@ -248,17 +245,21 @@ def test_no_more_is_packed_than_is_asked_for(shards, monkeypatch, num_rows, at_m
     assert 4 <= sum(made) <= at_most
 
 
-def test_batches_are_fresh_tensors(shards):
-    with open_loader(shards) as loader:
+def test_batches_stay_as_they_were_and_closing_ends_the_threads(shards):
+    before = threading.active_count()
+    with open_loader(shards, threads=3) as loader:
         batches = [next(loader) for _ in range(10)]
         copies = [batch.rows.clone() for batch in batches]
         states = [json.dumps(batch.state) for batch in batches]
         for _ in range(50):
             next(loader).rows.zero_()
-    assert len({batch.rows.data_ptr() for batch in batches}) == 10
+        assert threading.active_count() == before + 3
     assert all(torch.equal(batch.rows, copy) for batch, copy in zip(batches, copies, strict=True))
-    assert [json.dumps(batch.state) for batch in batches] == states
-    assert batches[0].rows.dtype == torch.int32
+    assert [json.dumps(batch.state) for batch in batches] == states and batches[0].rows.dtype == torch.int32
+    assert threading.active_count() == before
+    loader.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        next(loader)
 
 
 def test_what_does_not_fit_is_one_clear_line(shards, tmp_path):
@@ -314,15 +315,18 @@ def test_waiting_has_a_limit_and_says_for_what(shards, monkeypatch):
         release.set()
 
 
-def test_closing_ends_the_threads(shards):
-    before = threading.active_count()
-    with open_loader(shards, threads=3) as loader:
-        next(loader)
-        assert threading.active_count() == before + 3
-    assert threading.active_count() == before
-    loader.close()
-    with pytest.raises(RuntimeError, match="closed"):
-        next(loader)
+def test_smallest_cover_against_all_subsets():
+    rng = np.random.default_rng(0)
+    for _ in range(300):
+        lengths = rng.integers(1, 30, size=rng.integers(0, 8)).tolist()
+        space = int(rng.integers(1, 40))
+        limit = space + int(rng.integers(0, 20))
+        sums = [sum(subset) for n in range(len(lengths) + 1) for subset in itertools.combinations(lengths, n)]
+        best = min((total for total in sums if space <= total <= limit), default=None)
+        indices = smallest_cover(lengths, space, limit)
+        assert (indices is None) == (best is None)
+        if indices is not None:
+            assert len(set(indices)) == len(indices) and sum(lengths[i] for i in indices) == best
 
 
 @pytest.mark.slow
