@@ -46,9 +46,8 @@ def xla_device():
 # Which process runs a test, with pytest-xdist (make test)
 
 # Each of these two sets of files shares warm processes.
-WARM = [{"tests/checkpoint/test_pieces.py", "tests/data/test_batches.py", "tests/data/test_bucket_runs.py",
-         "tests/puzzles/test_puzzles.py", "tests/train/test_mesh.py", "tests/train/test_mixed_runs.py",
-         "tests/train/test_teacher.py"},
+WARM = [{"tests/checkpoint/test_pieces.py", "tests/data/test_bucket_runs.py", "tests/puzzles/test_puzzles.py",
+         "tests/train/test_mesh.py", "tests/train/test_mixed_runs.py", "tests/train/test_teacher.py"},
         {"tests/test_warm.py", "tests/scripts/test_base_train.py", "tests/scripts/test_base_train_ends.py",
          "tests/scripts/test_base_train_refusals.py", "tests/train/test_start.py"}]
 WARM_PROCESSES = 3  # at a time, because each grows to more than a gigabyte: it keeps what it compiled

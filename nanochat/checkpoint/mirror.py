@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nanochat.checkpoint import on_disk
-from nanochat.checkpoint.on_disk import SUMS, Kept, step_of
+from nanochat.checkpoint.on_disk import SUMS, step_of
 from nanochat.common import BadInput, move_aside, say
 from nanochat.data import remote
 from nanochat.data.remote import Interruption
@@ -34,9 +34,9 @@ _UNREACHABLE = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.
                 errno.ENETUNREACH, errno.EAGAIN, errno.EBUSY}  # errors of a file system whose server does not answer
 
 
-def run_mirror(place, run, kept):
+def run_mirror(place, run, keep):
     """Returns the Mirror of a run. place: as data_place returns it."""
-    return Mirror(f"{place if is_remote(place) else Path(place).absolute()}/{run}", kept)
+    return Mirror(f"{place if is_remote(place) else Path(place).absolute()}/{run}", keep)
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Mirror:
     """A folder of copies of one run's checkpoints, in a bucket or a directory. Every method raises BadInput if the
     mirror refuses for good, and Interruption if a retry may succeed."""
     url: str  # of the folder of the run: gs://…/RUN or a path
-    kept: Kept  # which copies stay there
+    keep: int  # so many of the newest copies stay there
 
     def whole_copies(self):
         """Returns the names of the whole copies, such as step_000100, oldest first."""
@@ -77,8 +77,7 @@ class Mirror:
         steps stay."""
         copies = {name: files for name, files in _copies(self._files()).items() if step_of(name) <= step_of(newest)}
         whole = [name for name, files in copies.items() if SUMS in files]
-        staying = set(whole) - set(self.kept.outdated(whole))
-        for name in copies.keys() - staying:
+        for name in copies.keys() - set(whole[-self.keep:]):
             # Without SHA256SUMS, the first, it is no longer whole, whenever a kill comes.
             for file in sorted(copies[name], key=lambda file: file != SUMS):
                 if OURS.fullmatch(file):

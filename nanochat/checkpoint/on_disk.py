@@ -17,11 +17,9 @@ import json
 import os
 import re
 import shutil
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from nanochat.common import SOURCE, BadInput, Outage, expand_path, get_base_dir, move_aside, require_file, say
@@ -198,14 +196,6 @@ def _reason(error):
     return f"{Path(error.filename).name}: {error.strerror}" if error.filename else str(error)
 
 
-def meta_is_whole(path):
-    """Returns whether META of the checkpoint at `path` has its saved checksum."""
-    try:
-        return _find_difference(path, [META], read_sums(path)) is None
-    except OSError:
-        return False
-
-
 def _find_difference(path, names, expected):
     for file, digest in sha256_of_files([path / name for name in names]).items():
         if expected.get(file.name) != digest:
@@ -247,16 +237,6 @@ def publish(partial, final):
     sync_to_disk(final.parent)
 
 
-@dataclass(frozen=True)
-class Kept:
-    """Which checkpoints stay when there is a new one."""
-    newest: int = sys.maxsize  # this many of the newest, at least one
-
-    def outdated(self, paths):
-        """Returns the paths or names of checkpoints that may go. paths: oldest first."""
-        return paths[:-max(self.newest, 1)]
-
-
 def set_aside_after(run_dir, step):
     """Sets aside all checkpoints after `step`, for a run that returns to an earlier one."""
     for path in list_checkpoints(run_dir):
@@ -270,12 +250,13 @@ def clean_partial(run_dir):
         shutil.rmtree(path)
 
 
-def prune(run_dir, step, kept, in_use=()):
-    """Deletes what the new checkpoint of `step` makes superfluous. kept: a Kept; in_use: paths that stay for now."""
+def prune(run_dir, step, keep, in_use=()):
+    """Deletes what the new checkpoint of `step` makes superfluous. The newest `keep` checkpoints stay, and the paths
+    `in_use` for now."""
     for path in Path(run_dir).glob("step_*.tmp"):  # saves that a full disk ended
         if step_of(path) <= step:
             shutil.rmtree(path, ignore_errors=True)
-    for path in kept.outdated(list_checkpoints(run_dir)):
+    for path in list_checkpoints(run_dir)[:-keep]:
         if path not in in_use:
             delete(path)
 

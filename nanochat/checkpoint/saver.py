@@ -10,13 +10,14 @@ others call Saver.save_part.
 import errno
 import json
 import shutil
+import sys
 import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from nanochat.checkpoint import on_disk
-from nanochat.checkpoint.on_disk import LANES, META, SOURCE, SUMS, Kept
+from nanochat.checkpoint.on_disk import LANES, META, SOURCE, SUMS
 from nanochat.checkpoint.pieces import Layout, remove_files, sizes_of, write_files
 from nanochat.common import Failure, is_disk_full, move_aside, say
 
@@ -28,7 +29,7 @@ FULL, NOT_FINITE = "disk_is_full", "weights_are_not_finite"  # files that tell r
 
 @dataclass(frozen=True)
 class SaveOptions:
-    kept: Kept = Kept()  # which checkpoints stay when there is a new one
+    keep: int = sys.maxsize  # of the newest checkpoints, so many stay when there is a new one
     retry_s: float = 15  # between attempts to write to a full disk
     lanes_timeout_s: float = 300  # for the ranks to hand over the states of their lanes
     pieces_timeout_s: float = 1800  # for the ranks that write tensors
@@ -153,7 +154,7 @@ def save_checkpoint(run_dir, model_state, optimizer_state, meta, num_lanes, layo
         remove_files(partial, mine)  # frees the disk; ranks may still write to the directory
         raise
     on_disk.publish(partial, final)
-    on_disk.prune(run_dir, meta.step, options.kept, uploader.on_their_way() if uploader else ())
+    on_disk.prune(run_dir, meta.step, options.keep, uploader.on_their_way() if uploader else ())
     return final
 
 

@@ -6,7 +6,7 @@ from functools import partial
 
 from nanochat.checkpoint import on_disk
 from nanochat.checkpoint.mirror import patiently
-from nanochat.checkpoint.on_disk import SUMS, Kept
+from nanochat.checkpoint.on_disk import SUMS
 from nanochat.checkpoint.saver import save_lane_states
 from nanochat.common import BadInput, move_aside, say
 from nanochat.record.metrics import METRICS_FILE
@@ -68,7 +68,7 @@ def _obtain(mirror, directory, name, sums):
         say(f"fetched {name} from {mirror.url}")
     # Later checkpoints here come from a branch of the run that the first host lost or never had.
     on_disk.set_aside_after(directory, step)
-    on_disk.prune(directory, step, Kept(1))
+    on_disk.prune(directory, step, keep=1)
     return path
 
 

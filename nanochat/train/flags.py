@@ -4,7 +4,7 @@ import re
 from dataclasses import asdict, dataclass, field, fields, make_dataclass, replace
 from pathlib import Path
 
-from nanochat.checkpoint.on_disk import Kept, step_of
+from nanochat.checkpoint.on_disk import step_of
 from nanochat.common import BadInput, expand_path, flag, not_empty, read_flags
 from nanochat.data.hub_files import on_hub, pinned
 from nanochat.data.lanes import NUM_LANES
@@ -221,10 +221,6 @@ class RecordFlags:
     log_every: int = flag(10, "steps between lines of the log", at_least=1)
     step_timeout_s: float = flag(600.0, "end the run if a step exceeds this and 20 times the median; -1: never",
                                  above=0, unset=-1)
-
-    @property
-    def kept(self):
-        return Kept(self.keep_checkpoints)
 
 
 @dataclass(frozen=True)

@@ -95,7 +95,9 @@ def prepare(flags, device_type, make_task, pod=None):
     # The checkpoint comes first: it knows the model, the commits of the data, and how the run began. A mirror that
     # cannot be written to is found now and not at the first save.
     record = flags.record
-    mirror = run_mirror(record.checkpoint_mirror, flags.run.run, record.kept) if record.checkpoint_mirror else None
+    mirror = None
+    if record.checkpoint_mirror:
+        mirror = run_mirror(record.checkpoint_mirror, flags.run.run, record.keep_checkpoints)
     mirror_state = reach_mirror(mirror if is_first else None, directory)
     on_disk.clean_partial(directory)
     path, is_finished = resumed_checkpoint(directory, mirror, pod)

@@ -32,7 +32,7 @@ class Saves:
                 self._uploader = Uploader(run.mirror, run.directory)
                 if run.checkpoint:
                     self._uploader.upload(run.checkpoint)
-            options = saver.SaveOptions(record.kept)
+            options = saver.SaveOptions(record.keep_checkpoints)
             # Read now: the checkpoint that holds it may be deleted when there are newer ones.
             source = run.task.source_zip.read_bytes() if run.task.source_zip else None
             self._saver = saver.Saver(run.directory, self._num_lanes, options, step, self._uploader, log, source)

@@ -7,7 +7,6 @@ import threading
 import pytest
 import torch
 
-from nanochat.checkpoint import on_disk
 from nanochat.checkpoint.meta import Meta, rng_state
 from nanochat.checkpoint.saver import SaveOptions, save_checkpoint, save_lane_states
 
@@ -21,7 +20,8 @@ def make_meta(step=1, **fields):
 
 def make_state(seed=0):
     generator = torch.Generator().manual_seed(seed)
-    model = {"attn_q": torch.randn(2, 8, 8, generator=generator), "wte": torch.randn(16, 8, generator=generator)}
+    transposed = torch.randn(8, 16, generator=generator).t()
+    model = {"attn_q": torch.randn(2, 8, 8, generator=generator), "wte": torch.nn.Parameter(transposed)}
     optimizer = {f"{name}.momentum": torch.randn(t.shape, generator=generator).bfloat16() for name, t in model.items()}
     return model, optimizer
 
@@ -35,8 +35,16 @@ def save(run_dir, step, keep=100, uploader=None):
     """Saves a checkpoint of two lanes, whose weights depend on `step`; returns its path."""
     save_lane_states(run_dir, step, {0: {"row": step}, 1: {"row": step, "buffer": [1, 2, 3]}})
     return save_checkpoint(run_dir, *make_state(step), make_meta(step), num_lanes=2,
-                           options=SaveOptions(on_disk.Kept(keep)), uploader=uploader,
+                           options=SaveOptions(keep), uploader=uploader,
                            source=b"the small files")
+
+
+def assert_holds(loaded, state):
+    """Compares the tensors of a Checkpoint with the states of the model and the optimizer that were saved."""
+    for saved, found in zip(state, (loaded.model_state, loaded.optimizer_state), strict=True):
+        assert saved.keys() == found.keys()
+        for name in saved:
+            assert saved[name].dtype == found[name].dtype and torch.equal(saved[name], found[name]), name
 
 
 def names(run_dir):

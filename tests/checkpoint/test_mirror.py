@@ -1,5 +1,6 @@
 """Copies of checkpoints in a directory and in a bucket."""
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -12,7 +13,6 @@ import pytest
 
 from nanochat.checkpoint import mirror, on_disk
 from nanochat.checkpoint.mirror import Mirror, patiently, run_mirror
-from nanochat.checkpoint.on_disk import Kept
 from nanochat.checkpoint.pieces import load_checkpoint
 from nanochat.common import BadInput, Outage
 from nanochat.data import gcs, remote, storage
@@ -24,7 +24,7 @@ from tests.deploy.conftest import eventually
 
 @pytest.fixture
 def folder(tmp_path):
-    return Mirror(str(tmp_path / "mirror" / "run"), Kept(2))
+    return Mirror(str(tmp_path / "mirror" / "run"), 2)
 
 
 def copy(mirror, run_dir, *steps):
@@ -36,7 +36,7 @@ def copy(mirror, run_dir, *steps):
 
 @pytest.mark.parametrize("place", ["{}/mirror", "gs://b/x"])
 def test_a_new_disk_gets_the_newest_checkpoint_and_the_metrics(run_dir, tmp_path, bucket, place):
-    there = run_mirror(place.format(tmp_path), "run", Kept(2))
+    there = run_mirror(place.format(tmp_path), "run", 2)
     there.try_to_write(run_dir)
     assert there.whole_copies() == [] == bucket.names() and not list(run_dir.glob(".write_test*"))
     copy(there, run_dir, 1, 2, 3)
@@ -50,7 +50,7 @@ def test_a_new_disk_gets_the_newest_checkpoint_and_the_metrics(run_dir, tmp_path
 
 
 def test_what_a_killed_upload_leaves_in_a_bucket_is_deleted_after_the_next_copy(run_dir, bucket):
-    there = run_mirror("gs://b/x", "run", Kept(2))
+    there = run_mirror("gs://b/x", "run", 2)
     copy(there, run_dir, 1)
     assert sum(request.startswith("PUT ") for request in bucket.requests) == len(bucket.names())  # no file in parts
     del bucket.objects["b", f"x/run/step_000001/{on_disk.SUMS}"]  # which would have been the last
@@ -69,7 +69,7 @@ def test_what_is_damaged_on_its_way_to_a_bucket_is_sent_again(run_dir, bucket, m
         put(name_of_bucket, name, content[:-1] if len(sent) == 1 else content)
 
     monkeypatch.setattr(bucket, "put", put_with_a_fault)
-    there = run_mirror("gs://b/x", "run", Kept(1))
+    there = run_mirror("gs://b/x", "run", 1)
     copy(there, run_dir, 1)
     assert len(sent) == len(set(sent)) + 1
     shutil.rmtree(run_dir)
@@ -78,7 +78,7 @@ def test_what_is_damaged_on_its_way_to_a_bucket_is_sent_again(run_dir, bucket, m
 
 def test_a_mirror_without_metrics_gives_its_checkpoint_with_a_warning(run_dir, tmp_path, bucket, capsys):
     for place in (f"{tmp_path}/mirror", "gs://b/x"):
-        there = run_mirror(place, "run", Kept(1))
+        there = run_mirror(place, "run", 1)
         copy(there, run_dir, 1)
         there._delete("metrics.jsonl")
         shutil.rmtree(run_dir / "step_000001")
@@ -88,7 +88,7 @@ def test_a_mirror_without_metrics_gives_its_checkpoint_with_a_warning(run_dir, t
 
 
 def test_files_of_somebody_else_in_an_old_copy_stay(run_dir, folder, tmp_path, bucket):
-    for there in (folder, run_mirror("gs://b/x", "run", Kept(2))):
+    for there in (folder, run_mirror("gs://b/x", "run", 2)):
         copy(there, run_dir, 1)
         (tmp_path / "notes.txt").write_text("of a user")
         there._copy({"notes.txt": tmp_path / "notes.txt"}, f"{there.url}/step_000001")
@@ -105,21 +105,15 @@ def test_incomplete_and_damaged_copies_are_not_used(run_dir, folder, tmp_path, c
     folder.copy(save(run_dir, 4), run_dir / "metrics.jsonl")
     (copies / "step_000004" / on_disk.MODEL).unlink()
     (copies / "step_000004" / on_disk.MODEL).mkdir()
+    folder.copy(save(run_dir, 5), run_dir / "metrics.jsonl")
+    (copies / "step_000005").rename(copies / "step_000005.rounded")  # as an earlier version wrote it
     damaged = copies / "step_000002" / on_disk.MODEL
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
     shutil.rmtree(run_dir)
     assert folder.fetch(run_dir).name == "step_000001"
-    assert "step_000002 is damaged" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "step_000002 is damaged" in said and "that end in .rounded: they are skipped" in said
     assert [path.name for path in run_dir.glob("step_*")] == ["step_000001"]
-
-
-def test_a_rounded_copy_of_an_earlier_version_is_skipped_with_a_word(run_dir, folder, tmp_path, capsys):
-    copy(folder, run_dir, 1)
-    folder.copy(save(run_dir, 2), run_dir / "metrics.jsonl")
-    (tmp_path / "mirror" / "run" / "step_000002").rename(tmp_path / "mirror" / "run" / "step_000002.rounded")
-    shutil.rmtree(run_dir)
-    assert folder.whole_copies() == ["step_000001"] and folder.fetch(run_dir).name == "step_000001"
-    assert ".rounded" in capsys.readouterr().out
 
 
 def test_a_copy_is_kept_although_the_mirror_has_later_steps(run_dir, folder):
@@ -134,37 +128,28 @@ def test_a_copy_is_kept_although_the_mirror_has_later_steps(run_dir, folder):
 def test_a_directory_that_cannot_be_written_to_is_refused(run_dir, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(BadInput, match="--checkpoint_mirror: .*/file/x/run.*: choose a directory"):
-        run_mirror(f"{tmp_path}/file/x", "run", Kept(1)).try_to_write(run_dir)
+        run_mirror(f"{tmp_path}/file/x", "run", 1).try_to_write(run_dir)
     with pytest.raises(BadInput, match="--checkpoint_mirror: /proc/x.*: choose a directory"):
-        run_mirror("/proc/x", "run", Kept(1)).try_to_write(run_dir)
+        run_mirror("/proc/x", "run", 1).try_to_write(run_dir)
 
 
 def test_a_mirror_that_takes_no_more_is_named_and_keeps_nothing_of_the_file(tmp_path):
     (tmp_path / "source").write_bytes(bytes(100))
-    program = f"""
-import resource
-from pathlib import Path
-from nanochat.checkpoint.mirror import Kept, run_mirror
-resource.setrlimit(resource.RLIMIT_FSIZE, (10, 10))
-run_mirror("{tmp_path}/mirror", "run", Kept(1)).copy_metrics(Path("{tmp_path}/source"))
-"""
-    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
-    assert f"--checkpoint_mirror: {tmp_path}/mirror/run/source.partial: File too large: choose a" in run.stderr
+    _, most = limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, most))
+    try:
+        with pytest.raises(BadInput, match="--checkpoint_mirror: .*/run/source.partial: File too large: choose a"):
+            run_mirror(f"{tmp_path}/mirror", "run", 1).copy_metrics(tmp_path / "source")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert not list((tmp_path / "mirror/run").iterdir())
-
-
-def test_a_bucket_that_is_not_there_is_refused_at_once(bucket, run_dir):
-    bucket.broken = (404, "NOT_FOUND", "The specified bucket does not exist.")
-    with pytest.raises(BadInput, match="--checkpoint_mirror: .*bucket does not exist.*correct the bucket") as error:
-        run_mirror("gs://b/x", "run", Kept(1)).try_to_write(run_dir)
-    assert "\n" not in str(error.value)
 
 
 def test_an_outage_is_waited_for_with_a_line_and_ends_well_or_after_ten_minutes(bucket, run_dir, monkeypatch, capsys):
     monkeypatch.setattr(remote, "FIRST_PAUSE_S", 0.01)
     monkeypatch.setattr(remote, "SAY_S", 0)
     monkeypatch.setattr(remote.Retries, "silent_until", 0.0)
-    there = run_mirror("gs://b/x", "run", Kept(1))
+    there = run_mirror("gs://b/x", "run", 1)
     outages = [OUTAGE, OUTAGE, None]
 
     def try_mirror():
@@ -203,14 +188,14 @@ def test_a_gcloud_that_hangs_is_ended_with_its_helpers(run_dir, hanging_gcloud, 
     monkeypatch.setattr(gcs, "LOGIN_TIMEOUT_S", 1)
     monkeypatch.setattr(storage, "BLIP_S", 0)
     with pytest.raises(Interruption, match="gcloud .* has not ended after 1 s"):
-        run_mirror("gs://b/x", "run", Kept(1)).try_to_write(run_dir)
+        run_mirror("gs://b/x", "run", 1).try_to_write(run_dir)
     require_ended(hanging_gcloud.read_text())
 
 
 @pytest.mark.parametrize("how, status", [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)])
 def test_a_signal_to_a_script_ends_the_gcloud_that_hangs_with_its_helpers(run_dir, hanging_gcloud, how, status):
     program = ("from nanochat.checkpoint.mirror import *; from nanochat.common import run_script; "
-               f"run_script(lambda: run_mirror('gs://b/x', 'run', Kept(1)).try_to_write('{run_dir}'))")
+               f"run_script(lambda: run_mirror('gs://b/x', 'run', 1).try_to_write('{run_dir}'))")
     script = subprocess.Popen([sys.executable, "-c", program],
                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))
     eventually(hanging_gcloud.exists)

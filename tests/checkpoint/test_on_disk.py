@@ -11,13 +11,18 @@ from nanochat.checkpoint.on_disk import META
 from nanochat.checkpoint.pieces import state_bytes
 from nanochat.common import BadInput, Outage
 from tests.checkpoint.states import DAMAGES, damage, make_state, names, save
+from tests.checkpoint.test_pieces import save_in_pieces
 
 
-@pytest.mark.parametrize("name", [on_disk.MODEL, on_disk.OPTIMIZER, on_disk.LANES, META, on_disk.SOURCE, on_disk.SUMS])
+@pytest.mark.parametrize("name", [
+    on_disk.MODEL, on_disk.OPTIMIZER, on_disk.LANES, META, on_disk.SOURCE, on_disk.SUMS, "model.safetensors.index.json",
+    "optimizer.safetensors.index.json", "model-00003-of-00007.safetensors", "optimizer-00001-of-00007.safetensors"])
 @pytest.mark.parametrize("how", DAMAGES)
 def test_any_damage_to_any_file_is_found_and_the_checkpoint_before_is_used(tmp_path, name, how):
-    good, bad = save(tmp_path, 100), save(tmp_path, 200)
+    save_any = save_in_pieces if "-0" in name or "index" in name else save
+    good, bad = save_any(tmp_path, 100), save_any(tmp_path, 200)
     damage(bad / name, how)
+    assert bool(on_disk.find_problem(bad, weights_only=True)) == (not name.startswith(("optimizer", "lanes")))
     path, damaged = on_disk.latest_good(tmp_path)
     assert path == good and list(damaged) == [bad] and damaged[bad]
     assert names(tmp_path) == ["step_000100", "step_000200"]

@@ -9,11 +9,10 @@ import torch
 
 from nanochat.checkpoint import on_disk
 from nanochat.checkpoint import saver as saver_module
-from nanochat.checkpoint.mirror import run_mirror
 from nanochat.checkpoint.on_disk import MODEL, OPTIMIZER
 from nanochat.checkpoint.pieces import Layout, load_checkpoint, sizes_of
 from nanochat.checkpoint.saver import SaveOptions, Saver, save_checkpoint, save_lane_states, write_part
-from tests.checkpoint.states import DAMAGES, damage, make_meta, names, run_on_small_disk
+from tests.checkpoint.states import assert_holds, make_meta, names, run_on_small_disk
 
 PIECE_BYTES = 1000
 WRITERS = 3
@@ -34,31 +33,24 @@ def make_layout(state):
     return Layout.of(*map(sizes_of, state), PIECE_BYTES)
 
 
-def save_in_pieces(run_dir, step, delay_s=0.0, keep=100):
-    """Saves a checkpoint of one lane by three writers; returns its path."""
+def save_in_pieces(run_dir, step, delay_s=0.0):
+    """Saves a checkpoint by three writers, of which each has a lane; returns its path."""
     state = make_state(step)
     layout = make_layout(state)
 
     def write(writer):
         time.sleep(delay_s * writer)
+        save_lane_states(run_dir, step, {writer: {"row": step + writer}})
         write_part(run_dir, step, layout, *part_of(state, layout, writer))
 
     threads = [threading.Thread(target=write, args=(writer,)) for writer in range(1, WRITERS)]
     for thread in threads:
         thread.start()
     save_lane_states(run_dir, step, {0: {"row": step}})
-    path = save_checkpoint(run_dir, *part_of(state, layout, 0), make_meta(step), 1, layout,
-                           SaveOptions(on_disk.Kept(keep)))
+    path = save_checkpoint(run_dir, *part_of(state, layout, 0), make_meta(step), WRITERS, layout)
     for thread in threads:
         thread.join()
     return path
-
-
-def assert_holds(path, state):
-    loaded = load_checkpoint(path)
-    for saved, found in zip(state, (loaded.model_state, loaded.optimizer_state), strict=True):
-        assert saved.keys() == found.keys()
-        assert all(torch.equal(saved[name], found[name]) for name in saved)
 
 
 def test_a_piece_holds_whole_tensors_and_no_more_than_it_may_but_for_one_large_tensor():
@@ -75,8 +67,9 @@ def test_a_piece_holds_whole_tensors_and_no_more_than_it_may_but_for_one_large_t
 
 def test_what_three_ranks_write_loads_as_it_was_even_if_some_are_late(tmp_path):
     path = save_in_pieces(tmp_path, 7, delay_s=0.2)
-    assert_holds(path, make_state(7))
-    assert names(tmp_path) == ["step_000007"]
+    loaded = load_checkpoint(path)
+    assert_holds(loaded, make_state(7))
+    assert loaded.lane_states == {0: {"row": 7}, 1: {"row": 8}, 2: {"row": 9}} and names(tmp_path) == ["step_000007"]
     assert {"model.safetensors.index.json", "optimizer.safetensors.index.json", "model-00001-of-00007.safetensors",
             "optimizer-00007-of-00007.safetensors"} <= set(names(path)) and MODEL not in names(path)
     subprocess.run(["sha256sum", "--check", "--strict", "SHA256SUMS"], cwd=path, check=True, capture_output=True)
@@ -91,31 +84,6 @@ def test_the_library_that_others_read_such_checkpoints_with_reads_them(tmp_path)
     assert all(torch.equal(model[name], tensor) for name, tensor in make_state(7)[0].items())
 
 
-@pytest.mark.parametrize("name", ["model.safetensors.index.json", "optimizer.safetensors.index.json",
-                                  "model-00003-of-00007.safetensors", "optimizer-00001-of-00007.safetensors"])
-@pytest.mark.parametrize("how", DAMAGES)
-def test_any_damage_to_a_piece_or_an_index_is_found_and_the_checkpoint_before_is_used(tmp_path, name, how):
-    good, bad = save_in_pieces(tmp_path, 100), save_in_pieces(tmp_path, 200)
-    damage(bad / name, how)
-    is_of_weights = name.startswith("model")
-    assert bool(on_disk.find_problem(bad, weights_only=True)) == is_of_weights
-    path, damaged = on_disk.latest_good(tmp_path)
-    assert path == good and list(damaged) == [bad]
-
-
-def test_a_copy_in_a_mirror_is_used_only_with_all_pieces(tmp_path):
-    run_dir = tmp_path / "run"
-    path = save_in_pieces(run_dir, 3)
-    (run_dir / "metrics.jsonl").touch()
-    mirror = run_mirror(str(tmp_path / "mirror"), "run", on_disk.Kept(2))
-    mirror.copy(path, path.parent / "metrics.jsonl")
-    assert mirror.whole_copies() == ["step_000003"]
-    fetched = mirror.fetch(tmp_path / "other")
-    assert names(fetched) == names(path) and on_disk.find_problem(fetched) is None
-    (tmp_path / "mirror/run/step_000003/model-00002-of-00007.safetensors").unlink()
-    assert mirror.fetch(tmp_path / "third") is None
-
-
 def test_a_rank_that_never_writes_its_part_is_said_after_the_limit(tmp_path):
     state = make_state(1)
     layout = make_layout(state)
@@ -126,33 +94,25 @@ def test_a_rank_that_never_writes_its_part_is_said_after_the_limit(tmp_path):
     assert on_disk.latest(tmp_path) is None
 
 
-def start_savers(run_dir):
-    saver = Saver(run_dir)
-    parts = [Saver(run_dir) for _ in range(1, WRITERS)]
+def test_weights_of_another_rank_that_are_not_finite_are_not_saved_and_the_next_checkpoint_is(tmp_path, capsys):
+    savers = [Saver(tmp_path) for _ in range(WRITERS)]
 
     def save(step, state):
         layout = make_layout(state)
-        for writer, part in enumerate(parts, 1):
-            part.save_part(step, layout, *part_of(state, layout, writer))
-        saver.save(*part_of(state, layout, 0), make_meta(step), layout)
+        for writer, saver in enumerate(savers[1:], 1):
+            saver.save_part(step, layout, *part_of(state, layout, writer))
+        savers[0].save(*part_of(state, layout, 0), make_meta(step), layout)
+        for saver in savers:
+            saver.finish(timeout_s=60)
 
-    return saver, parts, save
-
-
-def test_weights_of_another_rank_that_are_not_finite_are_not_saved_and_the_next_checkpoint_is(tmp_path, capsys):
-    saver, parts, save = start_savers(tmp_path)
     state = make_state(1)
     state[0]["w6"][5] = float("inf")
     assert "w6" not in make_layout(state).tensors_of(0, WRITERS)
     save(1, state)
-    for each in (saver, *parts):
-        each.finish(timeout_s=60)
     said = capsys.readouterr().out
-    assert said == "warning: step 1 is not saved: its weights are not finite\n" and saver.saved_step == 0
+    assert said == "warning: step 1 is not saved: its weights are not finite\n" and savers[0].saved_step == 0
     save(2, make_state(2))
-    for each in (saver, *parts):
-        each.finish(timeout_s=60)
-    assert saver.saved_step == 2 and names(tmp_path) == ["step_000002"]
+    assert savers[0].saved_step == 2 and names(tmp_path) == ["step_000002"]
 
 
 def test_the_parts_of_a_checkpoint_that_rank_0_gives_up_end_quietly(tmp_path, monkeypatch):

@@ -20,7 +20,7 @@ def begin_save(saver, run_dir, step, state=None):
 
 def saver_with(run_dir, flush, uploader=None):
     """A Saver of one lane that calls flush() before a checkpoint gets its name."""
-    return Saver(run_dir, 1, SaveOptions(on_disk.Kept(2)), uploader=uploader, log=SimpleNamespace(flush=flush))
+    return Saver(run_dir, 1, SaveOptions(2), uploader=uploader, log=SimpleNamespace(flush=flush))
 
 
 def test_a_save_returns_at_once_and_a_second_one_waits_for_the_first(tmp_path):
@@ -85,7 +85,7 @@ def test_a_checkpoint_that_does_not_read_back_as_it_was_written_gets_no_final_na
 
 TWO_MB = """
 state = {"w": torch.ones(500_000)}, {}
-options = SaveOptions(on_disk.Kept(2), retry_s=0.1)
+options = SaveOptions(2, retry_s=0.1)
 saver = Saver(run_dir, 1, options)
 """
 

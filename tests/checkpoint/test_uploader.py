@@ -8,7 +8,7 @@ import pytest
 
 from nanochat.checkpoint import mirror
 from nanochat.checkpoint.mirror import Mirror, run_mirror
-from nanochat.checkpoint.on_disk import MODEL, Kept, list_checkpoints
+from nanochat.checkpoint.on_disk import MODEL, list_checkpoints
 from nanochat.checkpoint.uploader import MirrorState, Uploader
 from nanochat.common import BadInput, Outage
 from scripts import base_train
@@ -30,7 +30,7 @@ def begin(there, run_dir, **options):
 
 
 def test_mirror_json_says_what_is_saved_and_what_is_copied(run_dir, state, tmp_path, capsys):
-    there = Mirror(str(tmp_path / "mirror"), Kept(1))
+    there = Mirror(str(tmp_path / "mirror"), 1)
     uploads = begin(there, run_dir)
     nothing = {"mirror": there.url, "newest_saved": None, "newest_copied": None, "behind_since": None, "error": None}
     assert state() == nothing
@@ -63,7 +63,7 @@ class Slow:
 
 
 def test_a_mirror_slower_than_the_saves_gets_whole_copies(run_dir, tmp_path):
-    there = Slow(Mirror(str(tmp_path / "mirror"), Kept(1)))
+    there = Slow(Mirror(str(tmp_path / "mirror"), 1))
     uploads = begin(there, run_dir)
     for step in (1, 2, 3):
         uploads.upload(save(run_dir, step, keep=1, uploader=uploads))
@@ -79,7 +79,7 @@ def test_a_mirror_slower_than_the_saves_gets_whole_copies(run_dir, tmp_path):
 
 
 def test_a_checkpoint_that_a_full_disk_took_before_its_copy_is_no_fault_of_the_mirror(run_dir, state, tmp_path, capsys):
-    there = Slow(Mirror(str(tmp_path / "mirror"), Kept(1)))
+    there = Slow(Mirror(str(tmp_path / "mirror"), 1))
     uploads = begin(there, run_dir, first_retry_s=60)
     uploads.upload(save(run_dir, 1))
     eventually(lambda: there.begun)
@@ -92,7 +92,7 @@ def test_a_checkpoint_that_a_full_disk_took_before_its_copy_is_no_fault_of_the_m
 
 
 def test_the_end_copies_what_the_metrics_have_got_since_the_checkpoint(run_dir, bucket, tmp_path, capsys):
-    for there in (run_mirror("gs://b", "run", Kept(1)), Mirror(str(tmp_path / "mirror"), Kept(1))):
+    for there in (run_mirror("gs://b", "run", 1), Mirror(str(tmp_path / "mirror"), 1)):
         uploads = begin(there, run_dir)
         uploads.upload(save(run_dir, 1))
         eventually(lambda there=there: there.whole_copies())
@@ -107,7 +107,7 @@ def test_the_end_copies_what_the_metrics_have_got_since_the_checkpoint(run_dir, 
 
 
 def test_a_copy_of_the_metrics_that_hangs_ends_when_the_run_is_told_to_end(run_dir, tmp_path, monkeypatch):
-    uploads = begin(Mirror(str(tmp_path / "mirror"), Kept(1)), run_dir)
+    uploads = begin(Mirror(str(tmp_path / "mirror"), 1), run_dir)
     hangs = threading.Event()
     goes_on = threading.Event()
     monkeypatch.setattr(Mirror, "copy_metrics", lambda *_: hangs.set() or goes_on.wait())
@@ -117,7 +117,7 @@ def test_a_copy_of_the_metrics_that_hangs_ends_when_the_run_is_told_to_end(run_d
 
 def test_a_mirror_that_falls_behind_is_seen_and_gets_the_newest_checkpoint_once_it_is_back(run_dir, state, bucket,
                                                                                          capsys):
-    uploads = begin(run_mirror("gs://b", "run", Kept(1)), run_dir, first_retry_s=0.2)
+    uploads = begin(run_mirror("gs://b", "run", 1), run_dir, first_retry_s=0.2)
     bucket.broken = OUTAGE
     before = time.time()
     uploads.upload(save(run_dir, 1))
@@ -135,7 +135,7 @@ def test_a_mirror_that_falls_behind_is_seen_and_gets_the_newest_checkpoint_once_
 
 
 def test_the_end_waits_for_the_mirror_until_it_is_told_to_end(run_dir, bucket, capsys):
-    uploads = begin(run_mirror("gs://b", "run", Kept(1)), run_dir)
+    uploads = begin(run_mirror("gs://b", "run", 1), run_dir)
     bucket.broken = OUTAGE
     uploads.upload(save(run_dir, 1))
     said = []
@@ -152,7 +152,7 @@ def test_the_end_waits_for_the_mirror_until_it_is_told_to_end(run_dir, bucket, c
 
 
 def test_the_end_does_not_wait_for_a_mirror_that_refuses_for_good(run_dir, state, bucket, capsys):
-    uploads = begin(run_mirror("gs://b", "run", Kept(1)), run_dir)
+    uploads = begin(run_mirror("gs://b", "run", 1), run_dir)
     bucket.refuses_writes = True
     uploads.upload(save(run_dir, 1))
     assert not uploads.finish()
@@ -172,6 +172,9 @@ def test_a_start_without_a_mirror_that_can_be_written_to_says_why_and_trains_not
     with pytest.raises(BadInput, match="--checkpoint_mirror: .*does not have storage.objects.create access"):
         base_train.main([*tiny, "--checkpoint_mirror=gs://b"])
     assert "storage.objects.create" in error()
+    bucket.broken = (404, "NOT_FOUND", "The specified bucket does not exist.")
+    with pytest.raises(BadInput, match="--checkpoint_mirror: .*bucket does not exist: correct the bucket"):
+        base_train.main([*tiny, "--checkpoint_mirror=gs://b"])
     bucket.broken = OUTAGE
     monkeypatch.setattr(mirror, "OUTAGE_S", 0)
     with pytest.raises(Outage, match="--checkpoint_mirror: gs://b/dummy has not been reached for 0.*Too many requests"):
@@ -179,7 +182,7 @@ def test_a_start_without_a_mirror_that_can_be_written_to_says_why_and_trains_not
 
 
 def test_a_start_is_refused_if_all_checkpoints_of_the_mirror_are_damaged(tiny, run_dir, tmp_path, capsys):
-    there = run_mirror(str(tmp_path / "mirror"), "dummy", Kept(1))
+    there = run_mirror(str(tmp_path / "mirror"), "dummy", 1)
     there.copy(save(run_dir, 2), run_dir / "metrics.jsonl")
     weights = tmp_path / "mirror/dummy/step_000002" / MODEL
     weights.write_bytes(weights.read_bytes()[:-1] + b"?")

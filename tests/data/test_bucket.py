@@ -176,10 +176,9 @@ def test_a_restart_fetches_only_what_a_crash_of_the_machine_has_cut(folder, stor
 def test_a_cache_that_is_too_small_or_a_disk_with_less_is_refused_before_any_work(folder, storage, monkeypatch):
     with pytest.raises(BadInput, match="--data_cache_gb=0.0003 is too small: .* 4 lanes .* 0.0 MB: give at least 0.01"):
         check_cache(open_shards(list_shards(URL, cache_gb=3e-4)), LANES)
-    with pytest.raises(BadInput, match="--data_cache_gb=20, .*0.0"):
-        monkeypatch.setattr(cache.shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+    with monkeypatch.context() as patch, pytest.raises(BadInput, match="--data_cache_gb=20, .*0.0"):
+        patch.setattr(cache.shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
         check_cache(open_shards(list_shards(URL)), LANES)
-    monkeypatch.undo()
     said = check_cache(open_shards(list_shards(URL)), LANES)
     assert f" GB in {URL}; a cache of up to 20 GB in " in said and "bucket_cache, where " in said
     assert check_cache(open_shards(list_shards(folder)), LANES) is None

@@ -1,5 +1,4 @@
 """Data on a Hub, served on loopback: that of a commit, whatever its branch does, and one line for each refusal."""
-import json
 import shutil
 import threading
 
@@ -20,9 +19,9 @@ from nanochat.run.stopping import EXIT_STATUS
 from nanochat.train.flags import parse_flags
 from nanochat.train.prepare import REQUESTS_FILE
 from scripts import ablate
-from tests.conftest import last_of_each
+from tests.conftest import add_records, last_of_each
 from tests.corpus.projects import prepare, shard_hashes, stack_rows, write_table
-from tests.data import from_hub
+from tests.data import elsewhere
 from tests.data.documents import write
 from tests.deploy.conftest import eventually
 from tests.hub import Hub
@@ -39,7 +38,7 @@ def hub(monkeypatch, base_dir):
     monkeypatch.setattr(constants, "ENDPOINT", hub.env["HF_ENDPOINT"])
     monkeypatch.setattr(remote, "FIRST_PAUSE_S", 0.01)
     monkeypatch.setattr(remote, "OUTAGE_S", 5)
-    from_hub.forget()
+    elsewhere.forget()
     yield hub
     hub.close()
 
@@ -90,47 +89,43 @@ def test_each_place_of_a_flag_keeps_the_commit_that_it_has_in_a_checkpoint(hub):
     assert pinned(f"c=hf://{REPO}/a/b,a=hf://{REPO}@v1/a,d=hf://{REPO}/x,e=e", saved) == \
         f"c=hf://{REPO}@{two}/a/b,a=hf://{REPO}@{one}/a,d=hf://{REPO}@{now}/x,e=e"
     assert pinned(f"hf://{REPO}@{two}/a", saved) == f"hf://{REPO}@{two}/a" and pinned(None, saved) is None
+    data = parse_flags([f"--data_dir=hf://{REPO}/a", f"--val_dir=hf://{REPO}/x"]).at_commits({"data_dir": saved}).data
+    assert (data.data_dir, data.val_dir) == (f"hf://{REPO}@{one}/a", f"hf://{REPO}@{now}/x")
 
 
-def stop_run(run_dir, step):
-    """Asks the run to stop, as its parent process does after SIGTERM, once it has logged this step."""
-    metrics = run_dir / "metrics.jsonl"
-    eventually(lambda: metrics.exists() and f'"step": {step},' in metrics.read_text())
-    Requests(run_dir / REQUESTS_FILE).ask_to_stop()
-
-
+@pytest.mark.slow
 def test_a_run_that_is_stopped_resumes_on_a_new_machine_with_the_same_losses_after_its_branch_has_moved(
-        hub, corpus_dir, tiny, base_dir, tmp_path, warm_ranks):
+        hub, corpus_dir, tiny, base_dir, tmp_path, warm_ranks, reference):
     """The new machine knows the commit only from the mirror, and can read what the branch has become."""
     commit = hub.push_folder(REPO, corpus_dir)
-    flags = ["--num_iterations=24", "--eval_every=12", "--log_every=1", "--save_every=1000",
-             f"--checkpoint_mirror={tmp_path / 'mirror'}"]
-    on_hub = [*flags, f"--data_dir=hf://{REPO}/train", f"--val_dir=hf://{REPO}/val"]
-
-    def losses(run):
-        lines = map(json.loads, (base_dir / "checkpoints" / run / "metrics.jsonl").read_text().splitlines())
-        return {(line["step"], line.get("loss"), line.get("val_bpb")) for line in lines}
-
-    assert warm_ranks(2).call(from_hub.main, last_of_each(*tiny, *flags, "--run=disk")).returncode == 0
-    expected = losses("disk")
-    assert len([loss for _, loss, _ in expected if loss]) == 24 and any(bpb for _, _, bpb in expected)
+    flags = ["--num_iterations=24", "--eval_every=12", "--log_every=1", "--save_every=1000"]
     directory = base_dir / "checkpoints/hub"
-    threading.Thread(target=stop_run, args=(directory, 3), daemon=True).start()
-    process = warm_ranks(2).call(from_hub.main, last_of_each(*tiny, *on_hub, "--run=hub"))
-    assert process.returncode == EXIT_STATUS, process.stderr
-    found = losses("hub")
+
+    def run(status):
+        process = warm_ranks(2).call(elsewhere.main, last_of_each(
+            *tiny, *flags, "--run=hub", f"--data_dir=hf://{REPO}/train", f"--val_dir=hf://{REPO}/val",
+            f"--checkpoint_mirror={tmp_path / 'mirror'}"))
+        assert process.returncode == status, process.stderr
+        return add_records(process, directory)
+
+    def stop():
+        """Asks the run to stop, as its parent process does after SIGTERM, once it has logged step 3."""
+        metrics = directory / "metrics.jsonl"
+        eventually(lambda: metrics.exists() and '"step": 3,' in metrics.read_text())
+        Requests(directory / REQUESTS_FILE).ask_to_stop()
+
+    threading.Thread(target=stop, daemon=True).start()
+    first = run(EXIT_STATUS)
     hub.push(REPO, {f"{split}/x.parquet": (corpus_dir / "val/shard_00000.parquet").read_bytes()
                     for split in ("train", "val")})
     shutil.rmtree(directory)
-    process = warm_ranks(2).call(from_hub.main, last_of_each(*tiny, *on_hub, "--run=hub"))
-    assert process.returncode == 0, process.stderr
-    assert "resuming from" in process.stdout
-    found |= losses("hub")
-    assert {record for record in found if any(record[1:])} == {record for record in expected if any(record[1:])}
+    second, expected = run(0), reference(*flags, devices=2)
+    assert "resuming from" in second.stdout and len(expected.losses) == 24 and expected.bpb
+    assert (first.losses | second.losses, first.bpb | second.bpb) == (expected.losses, expected.bpb)
     saved = load_meta(list_checkpoints(directory)[-1]).flags
     assert saved["data_dir"] == f"hf://{REPO}@{commit}/train" and saved["val_dir"] == f"hf://{REPO}@{commit}/val"
-    assert f"hf://{REPO}@{commit}/train" in (directory / "run.toml").read_text()
-    assert "hf_secret" not in process.stdout + process.stderr + (directory / "run.toml").read_text()
+    config = (directory / "run.toml").read_text()
+    assert f"hf://{REPO}@{commit}/train" in config and "hf_secret" not in second.stdout + second.stderr + config
 
 
 def test_the_corpus_of_a_data_set_is_that_of_its_copy_on_disk(hub, tmp_path):
@@ -187,7 +182,7 @@ def test_too_many_requests_wait_as_long_as_the_hub_says_within_a_limit(hub, fold
     assert len(list_shards(URL)) == 2
     assert len(waits) == 3 and waits[0] == waits[2] == 3 and waits[1] < 1
     hub.failures = [(429, {"Retry-After": "600"})]
-    from_hub.forget()
+    elsewhere.forget()
     with pytest.raises(Outage, match=r"asks to wait for 10 minutes \(429 Too Many Requests\)"):
         list_shards(URL)
     assert len(waits) == 3
@@ -202,7 +197,7 @@ def test_a_broken_connection_continues_where_it_broke_and_one_that_stays_broken_
     monkeypatch.setattr(remote, "OUTAGE_S", 0.2)
     shutil.rmtree(cache.get_base_dir())
     cache._cache_folder.cache_clear()
-    from_hub.forget()
+    elsewhere.forget()
     with pytest.raises(Outage, match=r"hf://.* has not been reached for"):
         texts(URL)
 
@@ -216,7 +211,7 @@ def test_a_hub_that_is_silent_or_no_hub_ends_in_one_line(hub, folder, monkeypatc
         texts(URL)
     hub.stall.set()
     hub.answer = lambda *request: (b"<html>", {})
-    from_hub.forget()
+    elsewhere.forget()
     with pytest.raises(Outage, match="not the Hub's"):
         list_shards(URL)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)

@@ -125,16 +125,13 @@ def test_a_file_may_begin_with_a_byte_order_mark_and_a_pipe_is_refused(data, tmp
         read_mixture(data.mixture)
 
 
-def test_a_script_that_reads_one_folder_refuses_a_mixture(data):
-    with pytest.raises(BadInput, match="mix.toml .*: name one of its folders"):
-        open_text(TextFlags(data.mixture))
-
-
-def test_a_mixture_is_a_file_of_this_machine_and_a_folder_is_none(data, tmp_path):
+def test_a_mixture_is_a_file_of_this_machine_for_scripts_that_train_and_a_folder_is_none(data, tmp_path):
     (tmp_path / "folder.toml").mkdir()
     assert DataFlags(data_dir=str(tmp_path / "folder.toml")).mixture is None
     with pytest.raises(BadInput, match="--data_dir=gs://b/mix.toml: .* copy it here"):
         read_mixture(DataFlags(data_dir="gs://b/mix.toml").mixture)
+    with pytest.raises(BadInput, match="mix.toml .*: name one of its folders"):
+        open_text(TextFlags(data.mixture))
 
 
 def test_a_source_without_documents_is_refused(data, tmp_path):

@@ -60,13 +60,6 @@ def test_an_encrypted_column_is_named(tmp_path):
         open_shards([tmp_path / "a.parquet"])
 
 
-def test_a_shard_of_whole_projects_is_refused(tmp_path):
-    table = pa.table({"text": ["int x;\0int y;"]}).replace_schema_metadata({"pack": "project"})
-    pq.write_table(table, tmp_path / "a.parquet")
-    with pytest.raises(BadInput, match="a.parquet holds a whole project in each document"):
-        open_shards([tmp_path / "a.parquet"])
-
-
 def test_texts_that_share_their_bytes_in_the_file_do_not_share_the_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(shards_module, "LONGEST_BATCH_BYTES", 4 << 20)
     text = "int value;\n" * 95_325
@@ -95,12 +88,6 @@ def test_a_shard_that_is_replaced_while_it_is_read_is_named(tmp_path, change):
             read_pieces(shard, row_group, 0, 10)
 
 
-def test_shards_have_the_order_of_their_names(base_dir):
-    for name in ("shard_00001", "shard_00000", "shard_00002"):
-        write(base_dir / "parquet" / "val" / f"{name}.parquet", ["int x;"])
-    assert [path.name for path in list_shards(split="val")] == [f"shard_0000{i}.parquet" for i in range(3)]
-
-
 @pytest.mark.parametrize("there, read, left_out", [
     (["a.parquet", "sub/b.parquet"], ["a.parquet"], "1 of 2 .*sub/b.parquet"),
     (["A/a.parquet", "B/C/b.parquet", "B/b.parquet"], ["A/a.parquet", "B/b.parquet"], "2 of 3 .*B/C/b.parquet"),
@@ -124,7 +111,10 @@ def test_a_folder_whose_name_is_not_utf8_is_named(tmp_path):
         open_shards(list_shards(tmp_path / os.fsdecode(b"\xff")))
 
 
-def test_missing_data_is_one_clear_line(tmp_path, base_dir):
+def test_the_default_folder_is_in_the_base_directory_and_missing_data_is_one_clear_line(tmp_path, base_dir):
+    for name in ("shard_00001", "shard_00000", "shard_00002"):
+        write(base_dir / "parquet" / "val" / f"{name}.parquet", ["int x;"])
+    assert [path.name for path in list_shards(split="val")] == [f"shard_0000{i}.parquet" for i in range(3)]
     with pytest.raises(BadInput, match=r"no train data: .*base_data_v3 cannot be read .No such file or directory"):
         list_shards()
     with pytest.raises(BadInput, match=r"has no \*\.parquet file"):
@@ -145,7 +135,11 @@ def test_files_that_are_not_whole_parquet_files_are_named(tmp_path):
             open_shards([tmp_path / f"{name}.parquet"])
 
 
-def test_files_without_text_are_named(tmp_path):
+def test_files_without_text_of_files_are_named(tmp_path):
+    table = pa.table({"text": ["int x;\0int y;"]}).replace_schema_metadata({"pack": "project"})
+    pq.write_table(table, tmp_path / "packed.parquet")
+    with pytest.raises(BadInput, match="packed.parquet holds a whole project in each document"):
+        open_shards([tmp_path / "packed.parquet"])
     pq.write_table(pa.table({"content": ["int x;"]}), tmp_path / "other.parquet")
     with pytest.raises(BadInput, match=r"other\.parquet has no column named text \(it has content\)"):
         open_shards([tmp_path / "other.parquet"])

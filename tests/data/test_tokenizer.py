@@ -1,10 +1,9 @@
-"""Text comes back exactly from its tokens, and the tokens of the shipped tokenizer suit C++."""
+"""Text comes back exactly from its tokens, those of the shipped tokenizer suit C++, and a tokenizer's files are found,
+come back as they were saved, and are not trusted."""
+import base64
 import hashlib
 import re
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
-import pyarrow as pa
 import pytest
 import tiktoken
 import tiktoken.load
@@ -13,12 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanochat.common import BadInput
-from nanochat.data.tokenizer import SHIPPED_DIR, Tokenizer, encode_text, load_tokenizer
+from nanochat.data.shards import list_shards
+from nanochat.data.tokenizer import SHIPPED_DIR, Tokenizer, check_tokenizer, encode_text, load_tokenizer
 from nanochat.data.tokenizer_files import SPECIAL_TOKENS
 from scripts import tok_train
+from tests.data.headers import HEADERS
 
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-HEADERS = [path.read_text() for path in sorted(Path(pa.get_include()).glob("arrow/**/*.h"))]
 
 
 @pytest.fixture(scope="session")
@@ -33,10 +33,6 @@ def test_a_million_spaces_come_back_with_the_pattern_of_gpt2(text):
     assert tokenizer.decode_bytes(tokenizer.encode(text)) == data
     peer = tiktoken.Encoding("peer", pat_str=GPT2_PATTERN, mergeable_ranks=tokenizer.tokens(), special_tokens={})
     assert len(encode_text(peer, data[1:].decode())) < 700_000
-
-
-def pieces(tokenizer, text):
-    return [tokenizer.decode([token]) for token in tokenizer.encode(text)]
 
 
 # -----------------------------------------------------------------------------
@@ -95,11 +91,6 @@ def test_one_endless_line_is_cut_into_short_pieces_and_comes_back(shipped, line)
     assert shipped.decode_bytes(shipped.encode(text)) == expected
 
 
-def test_threads_share_a_tokenizer(shipped):
-    with ThreadPoolExecutor(4) as pool:
-        assert list(pool.map(shipped.encode, HEADERS[:40])) == [shipped.encode(text) for text in HEADERS[:40]]
-
-
 # -----------------------------------------------------------------------------
 # What the tokens are
 
@@ -118,7 +109,7 @@ def test_threads_share_a_tokenizer(shipped):
     ("  // the size\n", ["  ", "//", " the", " size", "\n"]),
 ])
 def test_tokens_are_the_parts_of_cpp(shipped, text, expected):
-    assert pieces(shipped, text) == expected
+    assert [shipped.decode([token]) for token in shipped.encode(text)] == expected
 
 
 def test_the_shipped_tokenizer_has_65536_tokens_with_all_special_ones(shipped):
@@ -145,3 +136,95 @@ def test_the_shipped_files_are_the_ones_that_are_documented(shipped):
     counts = torch.load(SHIPPED_DIR / "token_bytes.pt", weights_only=True)
     expected = [len(shipped.decode_bytes([token])) for token in range(65536 - len(SPECIAL_TOKENS))]
     assert counts.dtype == torch.int32 and counts.tolist() == expected + [0] * len(SPECIAL_TOKENS)
+
+
+# -----------------------------------------------------------------------------
+# Where it is read from
+
+
+def byte_tokenizer(special_tokens=SPECIAL_TOKENS):
+    ranks = {bytes([byte]): byte for byte in range(256)}
+    return Tokenizer(ranks, r"[^\n]+|\n", {name: 256 + i for i, name in enumerate(special_tokens)})
+
+
+def save(directory, tokenizer=None):
+    directory.mkdir(parents=True, exist_ok=True)
+    (tokenizer or byte_tokenizer()).save(directory)
+    return directory
+
+
+def test_the_flag_overrides_the_base_directory_which_overrides_the_shipped_one(tmp_path, base_dir, shipped):
+    assert load_tokenizer().sha256 == shipped.sha256 == load_tokenizer(save(tmp_path / "saved", shipped)).sha256
+    save(base_dir / "tokenizer" / "tokenizer_65k")
+    assert load_tokenizer().n_vocab == 256 + len(SPECIAL_TOKENS)
+    save(base_dir / "tokenizer", byte_tokenizer(["<|bos|>", "<|pad|>"]))
+    assert load_tokenizer().n_vocab == 258
+    assert load_tokenizer(save(tmp_path / "flag", byte_tokenizer(["<|bos|>"]))).n_vocab == 257
+    assert load_tokenizer(save(tmp_path / "nested" / "tokenizer_65k").parent).n_vocab == 256 + len(SPECIAL_TOKENS)
+
+
+def vocabulary(*lines):
+    singles = [b"%s %d" % (base64.b64encode(bytes([byte])), byte) for byte in range(256)]
+    return b"\n".join([*singles, *lines])
+
+
+@pytest.mark.parametrize("name, content, complaint", [
+    ("vocabulary.tiktoken", b"", "single bytes"),
+    ("vocabulary.tiktoken", vocabulary(b"not-base64! 256"), "line 257"),
+    ("vocabulary.tiktoken", vocabulary(b"YWI= 300"), "special tokens are not 0, 1, 2"),
+    ("vocabulary.tiktoken", vocabulary().replace(b"AA== 0", b"YWI= 0"), "single bytes"),
+    ("vocabulary.tiktoken", vocabulary(b"YWI= 256"), "the ids of ranks and special tokens"),
+    ("tokenizer.json", b"{", "Expecting property name"),
+    ("tokenizer.json", b"[]", "indices"),
+    ("tokenizer.json", b'{"pattern": "[a", "special_tokens": {"<|bos|>": 256}}', "Parsing error"),
+    ("tokenizer.json", b'{"pattern": 5, "special_tokens": {"<|bos|>": 256}}', "str"),
+    ("tokenizer.json", b'{"pattern": ".", "special_tokens": {"<|eos|>": 256}}', "no <|bos|>"),
+    ("tokenizer.json", b'{"pattern": ".", "special_tokens": {"<|bos|>": "256"}}', ""),
+    ("tokenizer.json", None, "No such file"),
+    ("vocabulary.tiktoken", None, "No such file"),
+])
+def test_a_damaged_tokenizer_is_bad_input_in_one_line(tmp_path, name, content, complaint):
+    save(tmp_path)
+    if content is None:
+        (tmp_path / name).unlink()
+    else:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(BadInput) as error:
+        load_tokenizer(tmp_path)
+    assert complaint in str(error.value) and str(tmp_path) in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_directory_that_may_not_be_read_is_bad_input(as_nobody):
+    folder, run = as_nobody
+    (folder / "closed").mkdir(mode=0)
+    for closed in (folder / "closed", folder / "closed" / "deeper"):
+        with pytest.raises(BadInput, match=r"closed\S* cannot be read \(Permission denied\): give yourself the right"):
+            run(lambda closed=closed: load_tokenizer(closed))
+        with pytest.raises(BadInput, match=r"closed\S* cannot be read \(Permission denied\): make some"):
+            run(lambda closed=closed: list_shards(closed))
+
+
+def test_a_directory_without_a_tokenizer_is_bad_input(tmp_path):
+    for directory in (tmp_path, tmp_path / "missing"):
+        with pytest.raises(BadInput, match="no tokenizer in"):
+            load_tokenizer(directory)
+    (tmp_path / "tokenizer.pkl").write_bytes(b"")
+    with pytest.raises(BadInput, match="only a tokenizer.pkl"):
+        load_tokenizer(tmp_path)
+
+
+def test_token_bytes_are_counted_whatever_the_file_says(tmp_path):
+    path = save(tmp_path) / "token_bytes.pt"
+    expected = [1] * 256 + [0] * len(SPECIAL_TOKENS)
+    assert torch.load(path, weights_only=True).tolist() == expected
+    path.write_bytes(b"garbage")
+    assert load_tokenizer(tmp_path).token_bytes().tolist() == expected
+
+
+def test_a_tokenizer_that_does_not_fit_the_model_is_bad_input():
+    tokenizer = byte_tokenizer()
+    check_tokenizer(tokenizer, vocab_size=tokenizer.n_vocab, sha256=tokenizer.sha256)
+    with pytest.raises(BadInput, match="270 tokens .* 256: .*--tokenizer_dir"):
+        check_tokenizer(tokenizer, vocab_size=256)
+    with pytest.raises(BadInput, match="--tokenizer_dir"):
+        check_tokenizer(tokenizer, sha256="0" * 64)

@@ -8,7 +8,6 @@ import pytest
 
 from nanochat.checkpoint import on_disk
 from nanochat.checkpoint.mirror import Mirror
-from nanochat.checkpoint.on_disk import Kept
 from nanochat.checkpoint.pieces import load_checkpoint
 from nanochat.checkpoint.saver import save_checkpoint, save_lane_states
 from nanochat.common import BadInput
@@ -151,7 +150,7 @@ def hosts(tmp_path):
 
 @pytest.fixture
 def mirror(tmp_path):
-    return Mirror(str(tmp_path / "mirror"), Kept())
+    return Mirror(str(tmp_path / "mirror"), keep=100)
 
 
 def agree(pods, mirror, hosts):
@@ -188,7 +187,7 @@ def test_a_run_whose_first_host_has_lost_its_checkpoints_is_refused(hosts, mirro
 
 def test_a_host_that_finds_another_checkpoint_in_its_mirror_or_none_is_refused(hosts, mirror, tmp_path):
     save(hosts[0], 100)
-    mirrors = [mirror, Mirror(str(tmp_path / "empty"), Kept()), Mirror(str(tmp_path / "other"), Kept())]
+    mirrors = [mirror, Mirror(str(tmp_path / "empty"), 100), Mirror(str(tmp_path / "other"), 100)]
     other = save(tmp_path, 200).rename(tmp_path / "step_000100")
     mirrors[2].copy(other, hosts[0] / METRICS_FILE)
     with joined_pods(3) as pods:
