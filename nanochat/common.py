@@ -199,7 +199,10 @@ class ArgumentParser(argparse.ArgumentParser):
                 if value == "--":  # argparse would drop it
                     self.error(f"{arg}: -- is not a value")
                 # --batch-size becomes __batch_size, and then --batch_size.
-                arg = name.replace("-", "_").replace("__", "--", 1) + equals + value
+                name = name.replace("-", "_").replace("__", "--", 1)
+                arg = name + equals + value
+                if name[2:] in self.gone:  # before argparse asks for flags that are missing
+                    self._refuse(arg)
             normalised.append(arg)
         return super().parse_known_args(normalised, namespace)
 

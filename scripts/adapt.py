@@ -326,7 +326,8 @@ def middle_line(text):
 
 
 def main(argv=None):
-    (flags,) = read_flags(argv, __doc__, {Flags: "flags"})
+    (flags,) = read_flags(argv, __doc__, {Flags: "flags"}, gone={
+        "fim_rate": "gaps are those of the model's own training: leave it out"})
     from nanochat.infer.load import load_language_meta
     from nanochat.train.flags import Flags as TrainFlags
     from nanochat.train.flags import RunFlags

@@ -29,7 +29,9 @@ class Flags(TokenizerFlags):
 
 
 def main(argv=None):
-    (flags,) = read_flags(argv, __doc__, {Flags: "flags"})
+    (flags,) = read_flags(argv, __doc__, {Flags: "flags"}, gone={
+        "format": "model.safetensors is in the folder that --out names, and --out=NAME.gguf is for llama.cpp",
+        "force": "delete the old export, or name another --out"})
     import torch
 
     from nanochat.export import export, llama, llama_cpp, model_card

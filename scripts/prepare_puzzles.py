@@ -27,7 +27,7 @@ class Flags:
 
 
 def main(argv=None):
-    (flags,) = common.read_flags(argv, __doc__, {Flags: "flags"})
+    (flags,) = common.read_flags(argv, __doc__, {Flags: "flags"}, gone={"qqwing": "leave it out"})
     rows, columns = map(int, flags.box.split("x"))
     maker = Maker((rows, columns), flags.seed)
     from nanochat.puzzles.puzzle_data import write_puzzles

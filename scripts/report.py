@@ -39,7 +39,7 @@ class Flags:
 
 
 def main(argv=None):
-    (flags,) = read_flags(argv, __doc__, {Flags: "flags"})
+    (flags,) = read_flags(argv, __doc__, {Flags: "flags"}, gone={"preflight": "run python3 -m scripts.tpu_check"})
     if not importlib.util.find_spec("matplotlib"):
         raise BadInput("matplotlib is not installed: pip install '.[report]'")
     completion = flags.completion and read_named("completion", flags.completion).decode(errors="replace")

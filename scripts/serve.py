@@ -27,7 +27,8 @@ class ServerFlags:
 
 
 def main(argv=None):
-    of_model, flags = read_flags(argv, __doc__, {ModelFlags: "model", ServerFlags: "server"})
+    of_model, flags = read_flags(argv, __doc__, {ModelFlags: "model", ServerFlags: "server"}, gone=dict.fromkeys(
+        ("host", "api_key", "api_key_file"), "other machines reach the server by an ssh tunnel: docs/editor.md"))
     from nanochat.infer.load import load_language_meta
     from nanochat.serve.completer import load_completer
     try:

@@ -70,7 +70,9 @@ def note(text):
 
 def main(argv=None):
     of_model, of_problem, flags = read_flags(argv, __doc__, {
-        ModelFlags: "model", ProblemFlags: "what it solves", SearchFlags: "search"})
+        ModelFlags: "model", ProblemFlags: "what it solves", SearchFlags: "search"}, gone={
+            "method": "there is the best one alone: leave it out",
+            "problems": "give --prompt_file and --tests, or run python3 -m dev.bench_search"})
     from nanochat.infer.load import load_language_meta, load_model
     from nanochat.judge.writer import Writer
     problem = of_problem.read()

@@ -95,7 +95,7 @@ def read_tokens(directory):
 
 
 def main(argv=None):
-    (flags,) = read_flags(argv, __doc__, {Flags: "flags"})
+    (flags,) = read_flags(argv, __doc__, {Flags: "flags"}, gone={"pattern": "change PATTERN in scripts/tok_train.py"})
     out_dir = flags.out_dir or get_base_dir() / "tokenizer"
     if there := sorted(path.name for path in out_dir.glob("[!.]*")):
         raise BadInput(f"{out_dir} is not empty (it holds {there[0]}{' …' if there[1:] else ''}), and checkpoints may "

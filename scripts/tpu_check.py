@@ -41,7 +41,7 @@ from nanochat.device import tpu
 from nanochat.device.ranks import resolve_device_type
 from nanochat.run.hosts import this_host
 from nanochat.run.processes import begin_with_parent, expected_world_size
-from nanochat.train.flags import TITLES, Flags
+from nanochat.train.flags import GONE, TITLES, Flags
 
 # Where in preflight/ the function of this name is, and its seconds, if all have ten minutes
 CHECKS = {"machine": ("chip", 60), "collectives": ("chip", 120), "kernels": ("chip", 240),
@@ -59,7 +59,7 @@ class CheckFlags:
 
 
 def main(argv=None):
-    own, *of_training = read_flags(argv, __doc__, {CheckFlags: "check", **TITLES})
+    own, *of_training = read_flags(argv, __doc__, {CheckFlags: "check", **TITLES}, gone=GONE)
     from nanochat.preflight.chip import Setting, foreign_variables
     from nanochat.preflight.measured import measurements
     from nanochat.train.plan import make_plan

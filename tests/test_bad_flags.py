@@ -189,3 +189,14 @@ def test_no_script_is_left_out():
     scripts = {path.stem for path in folder.glob("[a-z]*.py")} | {f"bench.{name}" for name in bench.NAMES}
     assert scripts | {f"dev.{path.stem}" for path in root.glob("dev/bench_*.py")} == WORK.keys()
     assert {path.stem for path in folder.glob("bench/[a-z]*.py")} == {*bench.NAMES, "rounds"}
+
+
+@pytest.mark.parametrize("script, name, advice", [
+    ("adapt", "fim_rate", "the model's own training"), ("export", "format", "model.safetensors"),
+    ("export", "force", "another --out"), ("prepare_puzzles", "qqwing", "leave it out"),
+    ("puzzle_train", "mixer", "the defaults"), ("puzzle_train", "resume", "another --run"),
+    ("report", "preflight", "tpu_check"), ("serve", "api_key", "ssh tunnel"), ("solve", "problems", "bench_search"),
+    ("tok_train", "pattern", "PATTERN"), ("tpu_preflight", "usd_per_chip_hour", "your price")])
+def test_a_flag_that_is_gone_is_refused_before_any_that_is_missing(script, name, advice):
+    with pytest.raises(BadInput, match=f"^--{name}=3 is gone: .*{re.escape(advice)}"):
+        importlib.import_module(f"scripts.{script}").main([f"--{name.replace('_', '-')}=3"])

@@ -14,11 +14,13 @@ import re
 import shutil
 import threading
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from nanochat.checkpoint import on_disk
-from nanochat.checkpoint.on_disk import SUMS, step_of
+from nanochat.checkpoint.meta import load_meta
+from nanochat.checkpoint.on_disk import META, SUMS, step_of
 from nanochat.common import BadInput, move_aside, say
 from nanochat.data import remote
 from nanochat.data.remote import Interruption
@@ -57,8 +59,26 @@ class Mirror:
         try:
             self._copy({source.name: source}, self.url, TRY_TIMEOUT_S)
             self._delete(source.name, TRY_TIMEOUT_S)
+            if not source.exists():
+                raise BadInput(f"--checkpoint_mirror: {self.url} is the run's own folder: choose another")
         finally:
-            source.unlink()
+            source.unlink(missing_ok=True)
+
+    def require_same_run(self, checkpoint):
+        """Raises BadInput if the newest whole copy is of another run than the `checkpoint` on this disk: of one that
+        has the same name by chance. Neither may replace the other."""
+        copies = self.whole_copies()
+        meta = copies and self._files().get(f"{copies[-1]}/{META}")
+        if not meta:
+            return
+        copy = on_disk.partial_dir(checkpoint.parent, step_of(copies[-1]))
+        copy.mkdir(exist_ok=True)
+        self._copy({META: meta}, copy)
+        runs = {_run_of(checkpoint), _run_of(copy)}
+        shutil.rmtree(copy)
+        if len(runs - {None}) > 1:
+            raise BadInput(f"{self.url} has checkpoints of another run than {checkpoint.parent}: choose another --run, "
+                           "or move away the folder that you do not want")
 
     def copy(self, path, metrics):
         """Copies the checkpoint at `path` there, and its run's file `metrics`."""
@@ -124,6 +144,12 @@ class Mirror:
 
     def _delete(self, path, timeout_s=LIST_TIMEOUT_S):
         _within(timeout_s, delete_file, f"{self.url}/{path}")
+
+
+def _run_of(checkpoint):
+    """Returns what tells runs of one name apart, or None if the checkpoint does not say."""
+    with suppress(BadInput):
+        return load_meta(checkpoint).wandb_id
 
 
 def _copies(paths):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from nanochat.common import BadInput, expand_path, flag, read_flags, require_writable_dir
 from nanochat.device import tpu
-from nanochat.train.flags import TITLES, Flags
+from nanochat.train.flags import GONE, TITLES, Flags
 
 PROGRAMS = ("micro_step", "update", "evaluate")
 
@@ -38,7 +38,8 @@ class PreflightFlags:
 
 def read_preflight_flags(argv=None, description=""):
     """Returns the PreflightFlags of a command line and base_train's Flags. Raises BadInput."""
-    own, *of_training = read_flags(argv, description, {PreflightFlags: "preflight", **TITLES})
+    own, *of_training = read_flags(argv, description, {PreflightFlags: "preflight", **TITLES}, gone=GONE | {
+        "usd_per_chip_hour": "multiply the printed hours by the chips and your price"})
     if not own.kinds <= set(PROGRAMS):
         raise BadInput(f"--programs={own.programs} is unknown: choose among {','.join(PROGRAMS)}")
     tpu.require_known_zone(own.tpu_slice.accelerator, own.zone)

@@ -2,7 +2,7 @@
 from dataclasses import dataclass, field
 
 from nanochat.common import flag, get_base_dir, read_flags
-from nanochat.train.flags import MAX_STEPS, DeviceFlags, FlagGroups, RecordFlags, RunFlags, path_text
+from nanochat.train.flags import GONE, MAX_STEPS, DeviceFlags, FlagGroups, RecordFlags, RunFlags, path_text
 
 
 @dataclass(frozen=True)
@@ -54,4 +54,6 @@ class Flags(FlagGroups):
 
 def parse_flags(argv=None, description=None):
     """Returns the Flags on a command line. Raises BadInput."""
-    return Flags(*read_flags(argv, description, TITLES))
+    default = "the defaults are what solved Sudokus: leave it out"
+    names = ("mixer", "heads", "optimizer", "loss", "weight_decay")
+    return Flags(*read_flags(argv, description, TITLES, gone=GONE | dict.fromkeys(names, default)))

@@ -183,6 +183,8 @@ def newest_checkpoint(directory, mirror):
     mirror has it. Raises Outage, and BadInput if all checkpoints are damaged."""
     path, damaged = on_disk.latest_good(directory)
     if mirror:
+        if path:
+            patiently(mirror.url, lambda: mirror.require_same_run(path))
         step = on_disk.step_of(path) if path else -1
         path = patiently(mirror.url, lambda: mirror.fetch(directory, after_step=step)) or path
         if not path and MirrorState.read(directory).newest_copied:

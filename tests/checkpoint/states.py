@@ -31,10 +31,10 @@ def make_source(**fields):
     return {"model": "some/model", "commit": "", "licence": "mit", "model_type": "qwen2", "dtype": "float32"} | fields
 
 
-def save(run_dir, step, keep=100, uploader=None):
-    """Saves a checkpoint of two lanes, whose weights depend on `step`; returns its path."""
+def save(run_dir, step, keep=100, uploader=None, **fields):
+    """Saves a checkpoint of two lanes, whose weights depend on `step`; returns its path. fields: of its Meta."""
     save_lane_states(run_dir, step, {0: {"row": step}, 1: {"row": step, "buffer": [1, 2, 3]}})
-    return save_checkpoint(run_dir, *make_state(step), make_meta(step), num_lanes=2,
+    return save_checkpoint(run_dir, *make_state(step), make_meta(step, **fields), num_lanes=2,
                            options=SaveOptions(keep), uploader=uploader,
                            source=b"the small files")
 

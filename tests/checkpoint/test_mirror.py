@@ -18,7 +18,7 @@ from nanochat.common import BadInput, Outage
 from nanochat.data import gcs, remote, storage
 from nanochat.data.remote import Interruption
 from tests.buckets import OUTAGE
-from tests.checkpoint.states import save
+from tests.checkpoint.states import names, save
 from tests.deploy.conftest import eventually
 
 
@@ -123,6 +123,24 @@ def test_a_copy_is_kept_although_the_mirror_has_later_steps(run_dir, folder):
 
 
 # Refusals and outages
+
+
+@pytest.mark.parametrize("place", ["{}/mirror", "gs://b/x"])
+def test_copies_of_another_run_of_the_same_name_are_refused(run_dir, tmp_path, bucket, place):
+    there = run_mirror(place.format(tmp_path), "run", 2)
+    mine, others = (save(tmp_path / name, 1, wandb_id=name) for name in ("mine", "others"))
+    there.require_same_run(mine)
+    for path in (mine, others):
+        there.copy(path, run_dir / "metrics.jsonl")
+        there.require_same_run(path)
+    with pytest.raises(BadInput, match="of another run than .*/mine: choose another --run"):
+        there.require_same_run(mine)
+    assert names(tmp_path / "mine") == ["step_000001"]
+
+
+def test_the_run_s_own_folder_is_no_mirror(run_dir):
+    with pytest.raises(BadInput, match=f"--checkpoint_mirror: {run_dir} is the run's own folder"):
+        run_mirror(run_dir.parent, run_dir.name, 1).try_to_write(run_dir)
 
 
 def test_a_directory_that_cannot_be_written_to_is_refused(run_dir, tmp_path):
