@@ -113,12 +113,14 @@ def hold_out_files(sources, flags):
     """Returns the Sources and CorpusFlags. If the only source is one project in a folder, which nothing else could
     validate, it becomes two: its files to train on, and those that are held out."""
     source = sources[0]
-    files = [file for file in source.files if file.lower().endswith(SUFFIXES)]
-    if len(sources) > 1 or source.columns or flags.eval_only or flags.val_projects or len(files) < 2:
+    sizes = {file: os.path.getsize(os.path.join(source.directory, file)) for file in source.files
+             if file.lower().endswith(SUFFIXES)}
+    # Without the files that will be dropped: 5% of a large one may be all others.
+    sizes = {file: size for file, size in sizes.items() if size <= flags.max_file_bytes}
+    if len(sources) > 1 or source.columns or flags.eval_only or flags.val_projects or len(sizes) < 2:
         return sources, flags
-    sizes = {file: os.path.getsize(os.path.join(source.directory, file)) for file in files}
     held_out = set(choose_held_out(sizes, flags.val_fraction * sum(sizes.values())))
-    say(f"{source.name} is the only project: {len(held_out)} of its {len(files)} files are held out for validation, "
+    say(f"{source.name} is the only project: {len(held_out)} of its {len(sizes)} files are held out for validation, "
         f"not trained on (--val_fraction={flags.val_fraction:g}; add a project to hold it out as a whole)")
     parts = {source.name: [file for file in source.files if file not in held_out],
              f"{source.name} (held out)": [*held_out, *filter(LICENCE_FILE.fullmatch, source.files)]}

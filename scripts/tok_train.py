@@ -7,6 +7,7 @@ the result does; this makes one of the same tokens that it can use:
 
     python3 -m scripts.tok_train --tokens_of=tokenizer --llama_cpp --out_dir=my_tokenizer
 """
+import shutil
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -106,8 +107,15 @@ def main(argv=None):
     ranks = read_tokens(flags.tokens_of) if flags.tokens_of else train(flags, nbytes)
     pattern = LLAMA_CPP_PATTERN if flags.llama_cpp else PATTERN
     tokenizer = Tokenizer(ranks, pattern, {name: len(ranks) + i for i, name in enumerate(SPECIAL_TOKENS)})
-    tokenizer.save(out_dir)
-    (out_dir / SUMS).write_text(sums_text(sorted(out_dir.glob("[!.]*"))))
+    # Elsewhere first: a full disk, or a kill, leaves nothing that the same command refuses.
+    unfinished = out_dir / ".unfinished"
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir()
+    tokenizer.save(unfinished)
+    (unfinished / SUMS).write_text(sums_text(sorted(unfinished.iterdir())))
+    for path in unfinished.iterdir():
+        path.rename(out_dir / path.name)
+    unfinished.rmdir()
     origin = flags.tokens_of or f"{nbytes.total() / 1e6:.1f} MB of {len(nbytes)} sources"
     print(f"{out_dir}: {tokenizer.n_vocab} tokens from {origin} in {time.monotonic() - started:.0f} s; sha256 "
           f"{tokenizer.sha256}")

@@ -1,6 +1,7 @@
 """meta.json is restored as it was saved."""
 import json
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ def test_a_meta_is_restored_as_it_was_saved():
     saved = json.loads(json.dumps(meta.to_json()))
     assert Meta.from_json(saved) == meta
     assert saved["format"] == FORMAT
+    assert f"Checkpoints have format {FORMAT}." in (Path(__file__).parents[2] / "CHANGELOG.md").read_text()
 
 
 @pytest.mark.parametrize("change, message", [

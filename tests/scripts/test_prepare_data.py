@@ -170,9 +170,11 @@ def test_a_project_of_source_is_held_out_only_if_it_is_named_and_the_choice_is_s
 @pytest.mark.parametrize("files", [2, 40])
 def test_a_part_of_the_only_project_is_held_out_and_said(tmp_path, capsys, files):
     mine = make_project(tmp_path, "mine-1.2", files=files)
+    (mine / "huge.cpp").write_text("int x;\n" * 200_000)  # takes no part in the choice
     made = prepare(tmp_path / "out", f"--source={mine}")
     output = capsys.readouterr().out
-    assert f"of its {files} files are held out" in output and f"\nread {files} files; dropped none\n" in output
+    assert f"of its {files} files are held out" in output
+    assert f"\nread {files + 1} files; dropped 1 over_long\n" in output
     totals = {name: part["documents"] for name, part in made["totals"].items()}
     assert totals["base_data_v3"] + totals["val"] == files and 1 <= totals["val"] <= max(1, files // 10)
     again = prepare(tmp_path / "again", f"--source={mine}")

@@ -1,4 +1,5 @@
 """scripts/tok_train.py: the same data makes the same tokenizer, and data or flags that make none are refused."""
+import errno
 import subprocess
 import sys
 from collections import Counter
@@ -91,6 +92,16 @@ def test_flags_that_make_no_tokenizer_are_bad_input(headers_dir, tmp_path, flags
     with pytest.raises(BadInput, match=complaint):
         train(headers_dir, tmp_path / "new", *flags)
     assert not list(tmp_path.glob("new/*"))
+
+
+def test_a_full_disk_leaves_nothing_that_the_same_command_refuses(headers_dir, tmp_path, monkeypatch):
+    def sums_text(paths):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space"):
+        patch.setattr(tok_train, "sums_text", sums_text)
+        train(headers_dir, tmp_path)
+    assert train(headers_dir, tmp_path).n_vocab == 1000 and not (tmp_path / ".unfinished").exists()
 
 
 def test_a_tokenizer_is_not_overwritten_and_a_corrupt_shard_is_named(headers_dir, tmp_path, byte_tokenizer_dir):
