@@ -386,7 +386,8 @@ def to_flags(values):
         if not re.fullmatch(r"[a-z][\w-]*", name):
             raise BadInput(f"{name} is not the name of a flag: write it as in depth = 16")
         if value is False or not isinstance(value, (bool, int, float, str)):
-            raise BadInput(f"{name} = {value} is no value of a flag: write it as in --{name}=VALUE")
+            raise BadInput(f"{name} = {value} is no value of a flag: write it as in --{name}=VALUE, or leave "
+                           "it out")
         argv.append(f"--{name}" if value is True else f"--{name}={value}")
     return argv
 

@@ -196,6 +196,13 @@ def _reason(error):
     return f"{Path(error.filename).name}: {error.strerror}" if error.filename else str(error)
 
 
+def has_weights_only(path):
+    """Returns whether the checkpoint at `path` was made of weights alone, as import_hf does."""
+    with suppress(OSError):
+        return LANES not in read_sums(path)
+    return False
+
+
 def _find_difference(path, names, expected):
     for file, digest in sha256_of_files([path / name for name in names]).items():
         if expected.get(file.name) != digest:

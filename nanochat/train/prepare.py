@@ -191,6 +191,9 @@ def newest_checkpoint(directory, mirror):
             raise BadInput(f"all checkpoints in {mirror.url} are damaged: put whole copies in their place, or choose "
                            "another --run")
     if damaged and not path:
+        if on_disk.has_weights_only(next(iter(damaged))):
+            raise BadInput(f"--run={directory.name} is a model that import_hf made, and no training to resume: choose "
+                           f"another --run, and give --init_from={directory.name}")
         problems = ", ".join(f"{bad.name} ({problem})" for bad, problem in damaged.items())
         raise BadInput(f"all checkpoints in {directory} are damaged: {problems}: put whole copies in their place, or "
                        "choose another --run")

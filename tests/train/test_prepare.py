@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from nanochat.checkpoint import on_disk
 from nanochat.common import BadInput
 from nanochat.device.ranks import Dist
 from nanochat.train.flags import FlagGroups, RecordFlags, RunFlags
@@ -81,6 +82,16 @@ def test_a_damaged_checkpoint_moves_aside_if_another_is_whole_and_the_start_is_r
         prepared(steps=9)
     assert sorted(path.name for path in directory.glob("step*")) == \
         ["step_000002", "step_000005", "step_000005.aside"]
+
+
+def test_an_imported_model_is_no_training_to_resume(base_dir):
+    path = save_in(base_dir / "checkpoints" / "a", 0)
+    weights = [path / name for name in (on_disk.MODEL, on_disk.META)]
+    (path / on_disk.SUMS).write_text(on_disk.sums_text(weights))
+    for file in set(path.iterdir()) - {*weights, path / on_disk.SUMS}:
+        file.unlink()
+    with pytest.raises(BadInput, match="--run=a is a model that import_hf made.* another --run.*--init_from=a$"):
+        prepared()
 
 
 def test_a_checkpoint_of_another_task_is_refused(tmp_path):
