@@ -61,6 +61,7 @@ LONG = ["warm ranks", "compilation", "tests/deploy/test_end_to_end.py", "tests/s
         "tests/export/test_export.py", "tests/infer/test_on_mesh.py", "tests/test_notebook.py",
         "tests/kernels/test_pallas_attention.py", "tests/model/test_gpt.py", "tests/serve/"]
 DEPLOY = "tests/deploy/"  # its tests wait, and hardly compute
+SERVE = "tests/serve/"  # its files share a model that is trained for them
 
 
 def group_of(nodeid):
@@ -72,6 +73,8 @@ def group_of(nodeid):
             return f"warm ranks {number}"
     if test.partition("[")[0] in COMPILATIONS:
         return f"compilation {test}"
+    if path.startswith(SERVE):
+        return SERVE
     return nodeid if path.startswith(DEPLOY) else path
 
 
