@@ -3,7 +3,6 @@ import functools
 import json
 import os
 import runpy
-import shutil
 import signal
 import subprocess
 import sys
@@ -97,21 +96,7 @@ def pytest_collection_modifyitems(items):
 
 
 # -----------------------------------------------------------------------------
-# What is missing on this machine
-
-# {program that tests need: how to get it}
-PROGRAMS = {"sshd": "apt-get install openssh-server", "bwrap": "apt-get install bubblewrap",
-            "g++": "apt-get install g++", "gcloud": "cloud.google.com/sdk/docs/install"}
-
-
-def pytest_unconfigure(config):
-    """Says as the last line how many tests were skipped, if programs are missing, and how to get them."""
-    reporter = config.pluginmanager.get_plugin("terminalreporter")
-    skipped = len(reporter.stats.get("skipped", ())) if reporter else 0
-    path = f"{os.environ.get('PATH', '')}:/usr/sbin"
-    missing = [f"{name} ({how})" for name, how in PROGRAMS.items() if not shutil.which(name, path=path)]
-    if skipped and missing:
-        reporter.write_line(f"{skipped} tests were skipped. These programs are missing: {', '.join(missing)}")
+# For every test
 
 
 @pytest.fixture(autouse=True)

@@ -12,6 +12,8 @@ from unittest import mock
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from nanochat.common import BadInput
 from nanochat.data.tokenizer import load_tokenizer
@@ -22,11 +24,6 @@ from nanochat.train import launch
 from nanochat.train.flags import TITLES
 from scripts.bench import __main__ as bench
 from tests.infer.test_engine import make_model, save_model
-
-pytest.importorskip("hypothesis")
-
-from hypothesis import HealthCheck, given, settings  # noqa: E402
-from hypothesis import strategies as st  # noqa: E402
 
 LAUNCHED = ["spawn", "Trainer"]  # of nanochat.train.launch
 # Where the real work of each script begins: there the test stops it.
@@ -95,8 +92,6 @@ def in_folder(folder):
 def test_bad_flags_are_one_line_that_names_what_is_wrong(name, corpus_dir, byte_tokenizer_dir, base_dir, tmp_path,
                                                          monkeypatch):
     module = importlib.import_module(name if name.startswith("dev.") else f"scripts.{name}")
-    if name == "lsp":
-        pytest.importorskip("pygls")
     (tmp_path / "FILE").write_text("text")
     (tmp_path / "FOLDER").mkdir()
     (tmp_path / "LINK").symlink_to("LINK")

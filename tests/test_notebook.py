@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import nbclient
+import nbformat
 import pyarrow as pa
 import pytest
 
@@ -33,7 +35,6 @@ def in_folder(source, folder):
 
 
 def test_the_notebook_is_small_has_no_output_and_no_logic():
-    nbformat = pytest.importorskip("nbformat")
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     nbformat.validate(notebook)
     assert len(notebook.cells) <= 10 and NOTEBOOK.stat().st_size <= 25_000
@@ -74,9 +75,6 @@ def test_every_command_of_the_notebook_is_accepted_by_its_parser(tmp_path, site)
 
 @pytest.mark.slow
 def test_the_notebook_runs_and_a_new_session_goes_on_from_the_newest_checkpoint(tmp_path, byte_tokenizer_dir):
-    nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
-    pytest.importorskip("ipykernel")
-
     def execute(last, num_iterations):
         """Runs the cells up to `last` in a new kernel, with a small model and on two XLA devices of this CPU. All
         commands find the small tokenizer in the base directory, because 65,536 tokens take most of the time. The first

@@ -15,16 +15,14 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from lsprotocol import types
+from pygls.lsp.client import LanguageClient
+from pygls.workspace import Workspace
 
 from nanochat.common import BadInput
+from nanochat.serve.lsp import MAX_OTHERS, make_language_server, other_files, request_at
 from tests.serve.conftest import AFTER, BEFORE, REST, wait_until
 from tests.serve.test_server_clients import node_client
-
-types = pytest.importorskip("lsprotocol.types", reason="pip install '.[lsp]'")
-from pygls.lsp.client import LanguageClient  # noqa: E402
-from pygls.workspace import Workspace  # noqa: E402
-
-from nanochat.serve.lsp import MAX_OTHERS, make_language_server, other_files, request_at  # noqa: E402
 
 COMMAND = (sys.executable, "-m", "scripts.lsp")
 URI = "file:///project/add.cpp"

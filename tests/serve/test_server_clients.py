@@ -8,6 +8,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import openai
 import pytest
 
 from tests.serve.conftest import AFTER, BEFORE, REST, SOURCE, wait_until
@@ -90,7 +91,6 @@ def test_vim_shows_ghost_text_and_tab_accepts_it(vim):
 
 @pytest.fixture
 def openai_client(client):
-    openai = pytest.importorskip("openai")
     return openai.OpenAI(base_url=f"{client.base_url}/v1", api_key="none")
 
 
@@ -104,7 +104,6 @@ def test_openai_completes_streams_and_lists_the_model(openai_client):
     assert completion.usage.completion_tokens > 0
     chunks = list(openai_client.completions.create(**REQUEST, stream=True))
     assert "".join(chunk.choices[0].text for chunk in chunks) == REST and len(chunks) > 2
-    import openai
     with pytest.raises(openai.UnprocessableEntityError, match="temperature"):
         openai_client.completions.create(**REQUEST | {"temperature": 9})
 
