@@ -157,7 +157,7 @@ def test_a_project_of_source_is_held_out_only_if_it_is_named_and_the_choice_is_s
     mine = make_project(tmp_path, "mine", files=1)
     for name in ("a", "b", "c"):
         make_project(tmp_path / "in", name, files=20)
-    for seed in range(6):
+    for seed in range(3):
         made = prepare(tmp_path / str(seed), f"--source={mine}", f"--projects_dir={tmp_path / 'in'}", f"--seed={seed}",
                        "--val_fraction=0.01")  # in which only `mine` fits
         output = capsys.readouterr().out
@@ -192,6 +192,7 @@ def test_an_unknown_name_of_val_projects_is_refused_before_anything_is_read(tmp_
     (lambda out: (out / "val").symlink_to("nowhere"), "val holds other data"),
     (lambda out: (out / "val").touch(), "val holds other data"),
     (lambda out: (out / "manifest.json").mkdir(), "manifest.json is not a manifest"),
+    (lambda out: (out / "manifest.json").write_text("{"), "manifest.json is not a manifest"),
     (lambda out: (out / "manifest.json").write_text("[]"), "manifest.json is not a manifest"),
     (lambda out: (out / ".work").touch(), "Not a directory|File exists"),
     (lambda out: (out / ".prepare_data.lock").mkdir(), "Is a directory"),
@@ -245,6 +246,7 @@ find out -name '*.parquet' | wc -l
     (["--projects_dir={nothing}/x"], "is not a directory"),
     (["--source={one},{two}"], "no project can be held out for validation of one, two: .* with --val_projects"),
     (["--source={one},{two}", "--val_projects=one,two"], "names every project"),
+    (["--source={one},{two}", "--val_fraction=1.5"], "is not a number above 0 and below 1"),
     (["--source={one},{copy}", "--val_projects=one"], "copies of others, none is left for base_data_v3/: add"),
     (["--source={nothing}"], "nothing has neither C or C\\+\\+ files nor parquet"),
     (["--debian_source=fmtlib"], "--debian_source=fmtlib is gone: .* --projects_dir"),
@@ -253,6 +255,8 @@ find out -name '*.parquet' | wc -l
     (["--projects_dir={one}/..", "--out_dir={two}/.."], "is in .*, which is read as a source"),
     (["--source=~nobody_of_this_name/x"], "~nobody_of_this_name/x has no home directory"),
     (["--ray_open"], "--ray_open is gone: .* leave it out"),
+    (["--source={one}", "--shard_bytes=0"], "is not a whole number of at least 1"),
+    (["--source={one}", "--workers=0"], "is not a whole number of at least 1 and of at most 1000, or -1"),
 ])
 def test_bad_input_is_one_line(tmp_path, flags, message):
     paths = {name: make_project(tmp_path / "in", name, seed=seed)

@@ -111,6 +111,7 @@ def test_the_top_operations_are_named_by_the_line_that_they_come_from_also_in_lo
 @pytest.mark.parametrize("flags, message", [
     (["--accelerator=v9-8"], "--accelerator=v9-8 .*: give one of v4-N"),
     (["--accelerator=v6e-4", "--programs=backward"], "--programs=backward .*: choose among micro_step"),
+    (["--accelerator=v6e-4", "--jobs=0"], "--jobs=0 is not a whole number"),
     (["--accelerator=v6e-4", "--json=/nowhere/report.json"], "--json=/nowhere/report.json cannot be written: name"),
     (["--accelerator=v5e-8", "--zone=us-wets4-a"], "--zone=us-wets4-a: .*v5litepod-8 .*us-west4"),
     (["--accelerator=v6e-4", "--json=/tmp"], "--json=/tmp cannot be written: name a file"),
