@@ -32,7 +32,6 @@ def test_flags_of_the_command_line_win_and_the_log_says_which_came_from_where(co
 @pytest.mark.parametrize("text, found", [
     ("dept = 4", ["run.toml", "--dept=4 is not a flag", "--depth"]),
     ("learning_rate = 0.01", ["--learning_rate=0.01", "--lr_scale"]),
-    ("data_mix = 'a'", ["--data_mix=a is gone", "--data_dir"]),
     ("preflight = true", ["--preflight is gone", "scripts.tpu_preflight"]),
     ("depth = 0", ["--depth=0 is not"]),
     ("depth = [4]", ["run.toml", "depth = [4]"]),

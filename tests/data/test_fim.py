@@ -14,18 +14,13 @@ from nanochat.data.shards import TextPiece
 from nanochat.data.tokenizer import FIM_TOKENS, Infill, Tokenizer, load_tokenizer
 from nanochat.data.tokenizer_files import SPECIAL_TOKENS
 from tests.data.documents import open_loader, write
-from tests.data.headers import HEADERS, write_headers
+from tests.data.headers import HEADERS
 from tests.data.test_loader import as_saved, repeated_steps
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
     return load_tokenizer()
-
-
-@pytest.fixture(scope="module")
-def headers_dir(tmp_path_factory):
-    return write_headers(tmp_path_factory.mktemp("headers"))
 
 
 def odd_documents(count):

@@ -7,12 +7,7 @@ import pytest
 from nanochat.common import BadInput
 from nanochat.data.tokenizer import encode_text, load_tokenizer
 from scripts import tok_eval
-from tests.data.headers import HEADERS, write_headers
-
-
-@pytest.fixture(scope="session")
-def headers_dir(tmp_path_factory):
-    return write_headers(tmp_path_factory.mktemp("headers"))
+from tests.data.headers import HEADERS, headers_dir  # noqa: F401
 
 
 @pytest.fixture

@@ -15,12 +15,7 @@ from nanochat.data.tokenizer import SHIPPED_DIR, Tokenizer, load_tokenizer
 from scripts import tok_train
 from tests.conftest import last_of_each
 from tests.data import hub
-from tests.data.headers import HEADERS, write_headers
-
-
-@pytest.fixture(scope="session")
-def headers_dir(tmp_path_factory):
-    return write_headers(tmp_path_factory.mktemp("headers"))
+from tests.data.headers import HEADERS, headers_dir  # noqa: F401
 
 
 def train(data_dir, out_dir, *flags):
