@@ -145,6 +145,13 @@ def corpus_dir(tmp_path_factory):
     return path
 
 
+@pytest.fixture(scope="session")
+def headers_dir(tmp_path_factory):
+    """Two shards of the C++ headers that pyarrow installs, of two sources, as prepare_data writes them."""
+    from tests.data.headers import write_headers
+    return write_headers(tmp_path_factory.mktemp("headers"))
+
+
 # -----------------------------------------------------------------------------
 # Training
 

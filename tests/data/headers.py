@@ -3,7 +3,6 @@ from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-import pytest
 
 HEADERS = [path.read_text() for path in sorted(Path(pa.get_include()).glob("arrow/**/*.h"))]
 
@@ -17,8 +16,3 @@ def write_headers(path):
                           "path": [f"{i}.h" for i in range(len(texts))]})
         pq.write_table(table, path / f"shard_{number:05d}.parquet", row_group_size=50, compression="zstd")
     return path
-
-
-@pytest.fixture(scope="session")
-def headers_dir(tmp_path_factory):
-    return write_headers(tmp_path_factory.mktemp("headers"))

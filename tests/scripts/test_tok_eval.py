@@ -7,7 +7,7 @@ import pytest
 from nanochat.common import BadInput
 from nanochat.data.tokenizer import encode_text, load_tokenizer
 from scripts import tok_eval
-from tests.data.headers import HEADERS, headers_dir  # noqa: F401
+from tests.data.headers import HEADERS
 
 
 @pytest.fixture

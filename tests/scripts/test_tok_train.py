@@ -15,7 +15,7 @@ from nanochat.data.tokenizer import SHIPPED_DIR, Tokenizer, load_tokenizer
 from scripts import tok_train
 from tests.conftest import last_of_each
 from tests.data import hub
-from tests.data.headers import HEADERS, headers_dir  # noqa: F401
+from tests.data.headers import HEADERS
 
 
 def train(data_dir, out_dir, *flags):
