@@ -15,6 +15,9 @@ def test_groups_of_an_axis_hold_every_rank_once_in_the_order_of_their_places(mes
         for group in groups:
             assert [places[rank][number] for rank in group] == list(range(getattr(mesh, axis)))
             assert len({(*places[rank][:number], *places[rank][number + 1:]) for rank in group}) == 1
+    # Ranks along tensor read the same rows.
+    readers = [{mesh.reader(rank) for rank in group} for group in mesh.groups("tensor")]
+    assert sorted(reader for [reader] in readers) == list(range(mesh.readers))
 
 
 def test_data_is_what_the_other_axes_leave():
@@ -36,10 +39,3 @@ def test_a_size_that_an_axis_does_not_divide_is_named_with_what_works():
         require_divisible(Mesh(1, 4), "fsdp", {"the width": 66})
     with pytest.raises(BadInput, match="1 data × 2 fsdp × 4 tensor: 4 .* the heads, 6: use 1 along tensor$"):
         require_divisible(Mesh(1, 2, 4), "tensor", {"the heads": 6, "the other heads": 3})
-
-
-def test_ranks_along_tensor_read_the_same_rows():
-    mesh = Mesh(2, 2, 2)
-    assert [mesh.reader(rank) for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3] and mesh.readers == 4
-    for group in mesh.groups("tensor"):
-        assert len({mesh.reader(rank) for rank in group}) == 1

@@ -22,7 +22,6 @@ from nanochat.data.tokenizer_files import LLAMA_CPP_PATTERN
 from nanochat.export import export
 from nanochat.export.model_card import describe_gaps, write_card
 from nanochat.export.tokenizer_json import tokenizer_json
-from nanochat.infer.readers import KVCache
 from nanochat.model.config import GPTConfig
 from scripts import export as script
 from tests.checkpoint.states import make_meta, names
@@ -66,8 +65,6 @@ for number, job in enumerate(json.load(sys.stdin)):
             do_sample=False, eos_token_id=-1, pad_token_id=0)[0].numpy()
         padded = torch.cat([torch.zeros(1, 7, dtype=torch.long), prompt], dim=1)
         is_text = torch.arange(padded.shape[1])[None] >= 7
-        with torch.no_grad():
-            found[f"{number} padded"] = model(padded, attention_mask=is_text.long()).logits[0, 7:].numpy()
         for cache in ("dynamic", "static"):
             found[f"{number} {cache}"] = model.generate(
                 torch.cat([padded, padded]), attention_mask=torch.cat([is_text, torch.ones_like(is_text)]).long(),
@@ -101,12 +98,9 @@ def make_model(tokenizer, kv_heads=2, pattern="SL", softcap=15.0, **sizes):
 @torch.no_grad()
 def greedy(model, ids, count):
     """Returns `ids` and the `count` likeliest tokens after them."""
-    cache = KVCache(model.config, 1, len(ids) + count, torch.float32, "cpu")
-    ids, new = list(ids), torch.tensor([ids])
+    ids = list(ids)
     for _ in range(count):
-        positions = torch.arange(len(ids) - new.size(1), len(ids))
-        ids.append(int(model.logits(model.hidden(new, cache, positions))[0, -1].argmax()))
-        new = torch.tensor([ids[-1:]])
+        ids.append(int(model(torch.tensor([ids]))[0, -1].argmax()))
     return ids
 
 
@@ -150,24 +144,78 @@ def test_every_part_of_the_model_is_exact_in_transformers(tmp_path, byte_tokeniz
         expected = greedy(model, ids[:PROMPT_LEN], CONTEXT - PROMPT_LEN)
         for way in ("tokens", "dynamic", "static"):
             assert found[f"{number} {way}"].tolist() == expected, (number, way)
-        torch.testing.assert_close(torch.tensor(found[f"{number} padded"]), model(torch.tensor([ids[:PROMPT_LEN]]))[0],
-                                   atol=1e-4, rtol=0)
         assert str(found[f"{number} class"]).startswith("Scaled")
         assert found[f"{number} end"].tolist() == [tokenizer.bos_id, tokenizer.special("<|file_sep|>")]
     assert len({found[f"{number} logits"].tobytes() for number in range(len(models))}) == len(models)
 
 
-def test_transformers_keeps_layers_and_value_embeddings_whole():
+def scaled(**options):
+    """Returns a model of transformers, with the code that an export brings along."""
     from nanochat.export import modeling_nanochat_scaled as code
-    model = code.ScaledNanoChatForCausalLM(code.ScaledNanoChatConfig(
-        vocab_size=32, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=2, value_embeddings="shared"))
+    return code.ScaledNanoChatForCausalLM(code.ScaledNanoChatConfig(
+        vocab_size=32, hidden_size=32, intermediate_size=64, num_attention_heads=2, num_key_value_heads=2, **options))
+
+
+def test_transformers_keeps_layers_and_value_embeddings_whole():
+    model = scaled(num_hidden_layers=1, value_embeddings="shared")
     assert set(model._no_split_modules) <= {type(module).__name__ for module in model.modules()}
     for part in (model, model.model):
         with pytest.raises(ValueError, match="value embeddings keeps its vocabulary"):
             part.resize_token_embeddings(40)
     with pytest.raises(ValueError, match="value embeddings needs input_ids"):
         model(inputs_embeds=torch.zeros(1, 3, 32))
+
+
+@pytest.fixture
+def shifted():
+    """A model of transformers with shifted keys and windows, ids for it, and their logits."""
+    torch.manual_seed(0)
+    model = scaled(num_hidden_layers=2, key_shift=True, sliding_window=4,
+                   layer_types=["sliding_attention", "full_attention"]).eval().requires_grad_(False)
+    ids = torch.randint(32, (1, 16))
+    return model, ids, model(ids, use_cache=False).logits
+
+
+def test_shifted_keys_need_a_cache_and_positions_that_are_understood(shifted):
+    from transformers import QuantizedCache
+    model, ids, logits = shifted
+    mask = torch.ones(16, 16, dtype=torch.bool).tril()[None, None]
+    with pytest.raises(ValueError, match="give position_ids, too"):
+        model(ids, attention_mask=mask)
+    with pytest.raises(ValueError, match="do not work with continuous batching"):
+        model(ids, cache=object())
+    model.config.layer_types = ["full_attention"] * 2
+    cache = QuantizedCache(backend="fp8", config=model.config)
+    with pytest.raises(ValueError, match="work with a dynamic or a static cache"):
+        for part in ids.split(8, dim=1):
+            model(part, past_key_values=cache)
+
+
+def test_a_mask_may_be_as_long_as_its_static_cache(shifted):
+    from transformers import StaticCache
+    model, ids, logits = shifted
+    cache, found = StaticCache(config=model.config, max_cache_len=16), []
+    for start, end in ((0, 3), (3, 4), (4, 9), (9, 16)):
+        mask = (torch.arange(16) < end)[None].long()
+        found.append(model(ids[:, start:end], attention_mask=mask, past_key_values=cache).logits)
+    torch.testing.assert_close(torch.cat(found, dim=1), logits, atol=1e-5, rtol=0)
+
+
+@torch.no_grad()
+@torch._dynamo.config.patch(automatic_dynamic_shapes=True)  # which torch_xla turns off
+def test_a_static_cache_compiles_few_programs(shifted):
+    from transformers import StaticCache
+    model, ids, logits = shifted
+    programs, cache = [], StaticCache(config=model.config, max_cache_len=16)
+    compiled = torch.compile(model.forward, backend=lambda module, _: programs.append(module) or module.forward)
+    found = []
+    for end, count, forward in [(3, 3, model)] + [(end, 1, compiled) for end in range(4, 17)]:
+        inputs = model.prepare_inputs_for_generation(
+            ids[:, :end], next_sequence_length=count, past_key_values=cache, use_cache=True,
+            attention_mask=torch.ones(1, end, dtype=torch.long), position_ids=torch.arange(end)[None])
+        found.append(forward(**inputs).logits)
+    torch.testing.assert_close(torch.cat(found, dim=1), logits, atol=1e-5, rtol=0)
+    assert len(programs) <= 4  # for a window that is not full, that becomes full, and that is
 
 
 @pytest.mark.slow

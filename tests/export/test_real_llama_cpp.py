@@ -3,6 +3,7 @@ import json
 import subprocess
 import sys
 import urllib.request
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -35,29 +36,24 @@ TEXTS = [*HEADERS[:20], "1 12 123 1234 1234567 0x12345 3.14159f", "a\u0663\u0664
          "\n\n \t x  y\r\n", "<|bos|> is text, as is <|file_sep|>"]
 
 
-class Server:
-    """llama.cpp's server of a file, in a process of its own."""
+@contextmanager
+def served(file, log):
+    """Yields ask(path, **body) of llama.cpp's server of a file, which runs in a process of its own."""
+    with open(log, "w") as errors, subprocess.Popen([sys.executable, "-c", SERVE, str(file)], stdin=subprocess.PIPE,
+                                                    stdout=subprocess.PIPE, stderr=errors, text=True) as process:
+        address = process.stdout.readline().strip()
+        assert address, log.read_text()[-2000:]
 
-    def __init__(self, file, log):
-        self.log = open(log, "w")  # noqa: SIM115
-        self.process = subprocess.Popen([sys.executable, "-c", SERVE, str(file)], stdin=subprocess.PIPE,
-                                        stdout=subprocess.PIPE, stderr=self.log, text=True)
-        self.address = self.process.stdout.readline().strip()
-        assert self.address, log.read_text()[-2000:]
+        def ask(path, **body):
+            request = urllib.request.Request(f"{address}{path}", json.dumps(body).encode(),
+                                             {"Content-Type": "application/json"})
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                return json.load(answer)
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.process.kill()
-        self.process.wait()
-        self.log.close()
-
-    def ask(self, path, **body):
-        request = urllib.request.Request(f"{self.address}{path}", json.dumps(body).encode(),
-                                         {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            return json.load(answer)
+        try:
+            yield ask
+        finally:
+            process.kill()
 
 
 def folder_of_tokenizer(name, folder):
@@ -95,20 +91,20 @@ def test_ids_completions_and_gaps_are_ours(tmp_path, base_dir, name, options):
         # Or two tokens that are as good as equal in 16 bits.
         assert found and (logits.amax(1) - logits.gather(1, torch.tensor(found)[:, None])[:, 0]).max() < 0.02
 
-    with Server(tmp_path / "a.gguf", tmp_path / "log") as server:
+    with served(tmp_path / "a.gguf", tmp_path / "log") as ask:
         for text in TEXTS:
-            found = server.ask("/tokenize", content=text, add_special=False, parse_special=False)["tokens"]
+            found = ask("/tokenize", content=text, add_special=False, parse_special=False)["tokens"]
             assert found == tokenizer.encode(text), text[:100]
         for text in HEADERS[:5]:
             ids = [tokenizer.bos_id, *tokenizer.encode(text)[:60]]
-            found = server.ask("/completion", prompt=ids, n_predict=16, temperature=0, return_tokens=True,
+            found = ask("/completion", prompt=ids, n_predict=16, temperature=0, return_tokens=True,
                                cache_prompt=False)["tokens"]
             require_greedy(ids, found)
         if "<|fim_middle|>" in tokenizer.special_tokens:
             gap = Infill("int add(int a, ", ") {}", "")
             [(tokens, _, _)] = tokenizer.encode_infills([gap])
             ids = tokens.tolist()[:-1]
-            answer = server.ask("/infill", input_prefix=gap.prefix, input_suffix=gap.suffix, n_predict=4, temperature=0,
+            answer = ask("/infill", input_prefix=gap.prefix, input_suffix=gap.suffix, n_predict=4, temperature=0,
                                 return_tokens=True)
             assert answer["tokens_evaluated"] == len(ids)  # and no names of files
             if not tokenizer.suffix_first:  # --spm-infill of llama-server, which xllamacpp cannot set

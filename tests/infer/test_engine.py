@@ -16,7 +16,6 @@ from nanochat.data.tokenizer import Tokenizer, load_tokenizer
 from nanochat.device.ranks import Dist, compute_init
 from nanochat.infer.engine import Engine
 from nanochat.infer.load import load_model
-from nanochat.infer.readers import Reader
 from nanochat.infer.sample import Sample, Sampling, choose_token, ignore
 from nanochat.kernels.choose import get_kernels
 from nanochat.model.config import GPTConfig
@@ -74,42 +73,28 @@ def complete_without_cache(model, prompt, max_tokens, temperature, seed):
     return ids[-max_tokens:]
 
 
-def complete_ids(engine, prompt, monkeypatch, **options):
-    """Token ids that the engine drew, from several samples: a list for each."""
-    drawn, add = [], Sample.add
+def note_tokens(monkeypatch):
+    """Returns {Sample: ids that were drawn for it}, of all Samples from now on."""
+    drawn, add = {}, Sample.add
 
     def add_and_note(self, token):
-        drawn.append(token)
+        if not self.ended:
+            drawn.setdefault(self, []).append(token)
         add(self, token)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(Sample, "add", add_and_note)
-        engine.completions(prompt, Sampling(**options))
-    return [drawn[i::options["num_samples"]] for i in range(options["num_samples"])]
+    monkeypatch.setattr(Sample, "add", add_and_note)
+    return drawn
 
 
 @pytest.mark.parametrize("temperature", [0, 1.0])
 def test_with_the_cache_every_token_is_the_one_drawn_without_it(engine, temperature, monkeypatch):
-    model = make_model()
+    model, drawn = make_model(), note_tokens(monkeypatch)
     for prompt, count in ((PROMPT, 50), (PROMPT[:9], 9)):  # the second is shorter than what is in the cache
-        drawn = complete_ids(engine, prompt, monkeypatch, num_samples=2, max_tokens=count, temperature=temperature,
-                             top_p=0.95, seed=5)
-        for i in range(2):
-            assert drawn[i] == complete_without_cache(model, prompt, count, temperature, seed=5 + i)
-        assert temperature == 0 or len(set(drawn[0])) > count / 3
-
-
-IDS = [BYTES.bos_id] + BYTES.encode("template <typename T> class vector { T* begin_; };" * 2)[:CONTEXT - 1]
-
-
-def test_logits_with_the_cache_are_those_of_the_whole_text():
-    """Whatever is read together, what was read before and has the same beginning, or another one."""
-    model = make_model().requires_grad_(False)
-    whole, reader = model(torch.tensor([IDS]))[0], Reader(model, "cpu")
-    for length, num_last in [(10, 10), (30, 3), (31, 1), (90, 80), (60, 1), (61, 2), (62, 1), (CONTEXT, 30)]:
-        reader.read([*IDS[:length - 3], 1, 2, 3], 3)
-        found = reader.read(IDS[:length], num_last)
-        torch.testing.assert_close(found, whole[length - num_last:length], atol=1e-4, rtol=1e-4)
+        sampling = Sampling(num_samples=2, max_tokens=count, temperature=temperature, top_p=0.95, seed=5)
+        for i, sample in enumerate(engine.completions(prompt, sampling)):
+            found, expected = drawn[sample], complete_without_cache(model, prompt, count, temperature, seed=5 + i)
+            assert found == expected[:len(found)] and (len(found) == count or sample.reason == "end")
+            assert temperature == 0 or len(set(found)) > len(found) / 3
 
 
 def test_xla_compiles_a_program_for_the_cache_the_prompt_and_a_token_and_no_more(xla_engine):

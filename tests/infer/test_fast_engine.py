@@ -17,7 +17,7 @@ from nanochat.infer.quantize import Int8GPT, Int8Matrix
 from nanochat.infer.readers import Reader
 from nanochat.infer.sample import Sample, Sampling
 from nanochat.model.config import GPTConfig
-from tests.infer.test_engine import BYTES, CONTEXT, PROMPT, make_model, save_model
+from tests.infer.test_engine import BYTES, CONTEXT, PROMPT, make_model, note_tokens, save_model
 from tests.model.test_gpt import TINY, build, some_ids
 
 CPU = Dist("cpu", torch.device("cpu"))
@@ -72,13 +72,6 @@ def test_without_rounding_it_computes_what_the_gpt_does(options):
     torch.testing.assert_close(exact(ids), model(ids), atol=1e-4, rtol=1e-3)
 
 
-def test_a_weight_that_the_8_bit_reader_does_not_know_is_refused():
-    model = make_model()
-    model.channel_scale = torch.nn.Parameter(torch.ones(8))
-    with pytest.raises(BadInput, match="--quantize=int8 is not for a model with channel_scale: leave it out"):
-        Int8GPT(model)
-
-
 def test_a_position_has_the_same_logits_to_the_last_bit_whatever_is_read_with_it(int8_model):
     """Otherwise a draft could change the text: rounding to 8 bits makes a small difference a large one."""
     generator = random.Random(1)
@@ -92,14 +85,6 @@ def test_a_position_has_the_same_logits_to_the_last_bit_whatever_is_read_with_it
         assert torch.equal(reader.read(ids[:length], num_last), expected[length - num_last:length])
         if generator.random() < 0.3:
             reader.read([*ids[:length - 1], 7])
-
-
-def test_the_cache_of_samples_gets_no_more_than_the_prompt(int8_model):
-    reader = Reader(int8_model, "cpu")
-    reader.read(list(range(1, 31)))
-    reader.prefill(list(range(1, 11)), 2, lambda: True)
-    for keys in reader._samples.keys:
-        assert keys[:, :, :10].any() and not keys[:, :, 10:].any()
 
 
 def test_a_checkpoint_is_loaded_with_8_bits_on_the_cpu_only(tmp_path, shipped):
@@ -244,14 +229,7 @@ def test_wherever_a_prompt_ends_the_tokens_of_the_whole_text_are_possible(shippe
 def test_the_tokens_drawn_go_on_with_the_prompt_wherever_it_ends(shipped, quantized, monkeypatch):
     model = make_model(vocab_size=shipped.n_vocab)
     engine = Engine(Int8GPT(model) if quantized else model, shipped, CPU)
-    drawn, add = {}, Sample.add
-
-    def add_and_note(self, token):
-        if not self.ended:
-            drawn.setdefault(self, []).append(token)
-        add(self, token)
-
-    monkeypatch.setattr(Sample, "add", add_and_note)
+    drawn = note_tokens(monkeypatch)
     num_healed = 0
     for prompt in cuts(CODE.encode()[:200], 7):
         texts = []

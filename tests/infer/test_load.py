@@ -66,17 +66,14 @@ def test_a_model_stays_the_same_when_its_files_are_overwritten(tmp_path, quantiz
 
 @pytest.mark.parametrize("flags, device_type", [([], "xla"), (["--quantize=int8"], "cpu")])
 def test_base_eval_takes_the_cpu_for_8_bits_where_there_is_no_accelerator(monkeypatch, flags, device_type):
-    class Resolved(Exception):
-        pass
-
     def stop(resolved):
-        raise Resolved(resolved)
+        raise BadInput(resolved)
 
     for name in ("nanochat.infer.flags.count_tpu_chips", "nanochat.device.ranks.count_tpu_chips"):
         monkeypatch.setattr(name, lambda *_: 0)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr(base_eval, "prepare_xla_environment", stop)
-    with pytest.raises(Resolved, match=f"^{device_type}$"):
+    with pytest.raises(BadInput, match=f"^{device_type}$"):
         base_eval.main(flags)
 
 

@@ -58,12 +58,9 @@ def test_other_forms_of_a_sudoku_have_its_fingerprint_and_its_one_solution(box):
             assert sudoku.solve(puzzle, *box) == [solution]
 
 
-def test_puzzles_that_cannot_be_found_in_time_are_refused(tmp_path):
+def test_puzzles_that_cannot_be_found_in_time_and_a_folder_in_use_are_refused(tmp_path):
     with pytest.raises(BadInput, match="--box.*3x4"):
         prepare_puzzles.main([f"--out_dir={tmp_path}", "--box=3x4"])
-
-
-def test_a_folder_that_another_process_writes_to_is_refused(tmp_path):
     with FileLock(tmp_path / ".lock"), pytest.raises(BadInput, match="another prepare_puzzles is writing"):
         prepare_puzzles.main([f"--out_dir={tmp_path}"])
 
@@ -167,8 +164,6 @@ def test_more_cycles_are_the_same_function_of_the_weights_as_by_hand():
         y, z = y_after, z_after
     found = model(puzzle, *model.starts(2))
     torch.testing.assert_close(found[0], y)
-    found[2].square().sum().backward()
-    assert model.mix_in.grad.isfinite().all() and model.mix_in.grad.abs().sum() > 0
 
 
 def supervision_step(device, recursions=3, cycles=3, run=lambda model: model):
@@ -187,10 +182,8 @@ def supervision_step(device, recursions=3, cycles=3, run=lambda model: model):
         | {name: p.grad for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("cycles", [3, 1])
-def test_a_supervision_step_on_xla_is_that_of_the_cpu_forward_and_backward(cycles):
-    expected = supervision_step("cpu", cycles=cycles)
-    found = supervision_step(torch_xla.device(), cycles=cycles)
+def test_a_supervision_step_on_xla_is_that_of_the_cpu_forward_and_backward():
+    expected, found = supervision_step("cpu"), supervision_step(torch_xla.device())
     torch_xla.sync()
     assert all(expected[name].abs().max() > 0 for name in expected)
     for name, other in expected.items():

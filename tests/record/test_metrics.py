@@ -1,8 +1,6 @@
 """Every record is in metrics.jsonl once, even if the run is interrupted or the disk is full; and the console line."""
 import json
 import os
-import subprocess
-import sys
 import threading
 import time
 
@@ -10,6 +8,7 @@ import pytest
 
 from nanochat.record import metrics
 from nanochat.record.metrics import MetricsLogger
+from tests.checkpoint.states import run_on_small_disk
 
 
 def read(run_dir):
@@ -62,37 +61,25 @@ def test_a_new_run_of_an_old_name_keeps_the_old_file_aside(tmp_path):
 
 
 FULL_DISK = """
-import os, sys
+import json
 from nanochat.record.metrics import MetricsLogger
 said = []
-logger = MetricsLogger(sys.argv[1], console=said.append)
+logger = MetricsLogger(run_dir, console=said.append)
 logger.log(1, {"loss": 1.0}, quiet=True)
-ballast = os.open(sys.argv[1] + "/ballast", os.O_CREAT | os.O_WRONLY)
-try:
-    while True:
-        os.write(ballast, bytes(4096))
-except OSError:
-    pass
+fill()
 for step in range(2, 500):
     logger.log(step, {"loss": float("nan")}, quiet=True)
 assert len(said) == 1 and "records wait in memory" in said[0], said
 os.truncate(ballast, 0)
 logger.log(500, {"loss": 1.0}, quiet=True)
 logger.close()
-lines = open(sys.argv[1] + "/metrics.jsonl").read().splitlines()
-import json
-assert [json.loads(line)["step"] for line in lines] == list(range(1, 501))
-assert json.loads(lines[5])["loss"] is None
+records = [json.loads(line) for line in open(run_dir / "metrics.jsonl")]
+assert [record["step"] for record in records] == list(range(1, 501)) and records[5]["loss"] is None
 """
 
 
 def test_records_wait_while_the_disk_is_full_and_none_is_lost(tmp_path):
-    command = f"mount -t tmpfs -o size=64k tmpfs {tmp_path} && exec {sys.executable} -c '{FULL_DISK}' {tmp_path}"
-    process = subprocess.run(["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", command],
-                             capture_output=True, text=True, timeout=120)
-    if "unshare" in process.stderr or "mount:" in process.stderr:
-        pytest.skip(f"no user namespaces here: {process.stderr.strip()}")
-    assert process.returncode == 0, process.stderr
+    run_on_small_disk(tmp_path, FULL_DISK, 1)
 
 
 def test_each_record_is_written_once_while_another_thread_flushes(tmp_path, monkeypatch):

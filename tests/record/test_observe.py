@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch_xla
 
+from nanochat.data.loader import Loader
 from nanochat.device.programs import compilations, compile_seconds
 from nanochat.device.ranks import Dist, compute_cleanup, compute_init
 from nanochat.record.observe import Observer
@@ -68,25 +69,16 @@ def test_rows_that_grow_have_a_program_for_each_length_compiled_before_the_first
     assert not any("recompiled" in record for record in logged)
 
 
-class NarrowAfter:
-    """A loader whose batches become narrower after `count` of them."""
-
-    def __init__(self, loader, count):
-        self.loader, self.left = loader, count
-
-    def __next__(self):
-        batch = next(self.loader)
-        self.left -= 1
-        return batch if self.left >= 0 else replace(batch, rows=batch.rows[:, :17])
-
-    def __getattr__(self, name):
-        return getattr(self.loader, name)
-
-
-def test_the_log_says_where_the_hosts_time_goes_and_what_was_compiled_and_why(make_trainer, capsys):
+def test_the_log_says_where_the_hosts_time_goes_and_what_was_compiled_and_why(make_trainer, monkeypatch, capsys):
     compiled_before = compile_seconds()
     trainer = make_trainer(width=80)
-    trainer.batches.loader = NarrowAfter(trainer.batches.loader, count=13)  # two a step: in the middle of step 7
+    is_wide, read = iter([True] * 13 + [False] * 9), Loader.__next__  # two a step: narrower in the middle of step 7
+
+    def narrowing(loader):
+        batch = read(loader)
+        return batch if next(is_wide) else replace(batch, rows=batch.rows[:, :17])
+
+    monkeypatch.setattr(Loader, "__next__", narrowing)
     assert trainer.train() == 0
     logged = [record for record in records(trainer) if "step_ms" in record]
     assert [record["step"] for record in logged] == [1, 2, 4, 6, 8]
