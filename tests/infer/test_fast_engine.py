@@ -87,6 +87,14 @@ def test_a_position_has_the_same_logits_to_the_last_bit_whatever_is_read_with_it
             reader.read([*ids[:length - 1], 7])
 
 
+def test_the_cache_of_samples_gets_memory_for_no_more_than_the_prompt(int8_model):
+    reader = Reader(int8_model, "cpu")
+    reader.read(list(range(1, 31)))
+    reader.prefill(list(range(1, 11)), 2, lambda: True)
+    for keys in reader._samples.keys:
+        assert keys[:, :, :10].any() and not keys[:, :, 10:].any()
+
+
 def test_a_checkpoint_is_loaded_with_8_bits_on_the_cpu_only(tmp_path, shipped):
     model = make_model(vocab_size=shipped.n_vocab)
     with torch.no_grad():
