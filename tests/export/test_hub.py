@@ -8,13 +8,14 @@ import subprocess
 import sys
 import weakref
 import zipfile
+from functools import cache
 from unittest import mock
 
 import pytest
 import torch
 from huggingface_hub import HfApi
 from safetensors.torch import load_file, save_file
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken
 
 from nanochat.checkpoint import on_disk
 from nanochat.checkpoint.meta import load_meta
@@ -31,16 +32,16 @@ from nanochat.model.llama import LlamaConfig
 from nanochat.model.llama_layer import Llama
 from scripts import export, import_hf
 from tests.checkpoint.states import make_meta, names
-from tests.data.hub import LLAMA3_SPLIT, QWEN_SPLIT, zipped
+from tests.data.hub import files_of, smollm2, zipped
 from tests.hub import Hub
 
 transformers = pytest.importorskip("transformers")
 
 CARD = "---\nlanguage: en\nlicense: apache-2.0\n---\n# A model\n"
-SIZES = {"vocab_size": 288, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
+SIZES = {"vocab_size": 960, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
          "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "rms_norm_eps": 1e-5,
-         "bos_token_id": 256, "eos_token_id": 256, "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}}
-MODELS = {  # the vocabulary has 267 ids: rows without an id are normal
+         "bos_token_id": 0, "eos_token_id": 0, "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}}
+MODELS = {  # the vocabulary has 901 ids: rows without an id are normal
     "llama tied": ("Llama", {"tie_word_embeddings": True}, "bfloat16"),
     "llama, own head": ("Llama", {"head_dim": 24}, "float32"),
     "llama, half": ("Llama", {"num_key_value_heads": 4}, "float16"),
@@ -50,32 +51,20 @@ MODELS = {  # the vocabulary has 267 ids: rows without an id are normal
     "qwen3 tied": ("Qwen3", {"head_dim": 8, "tie_word_embeddings": True}, "float32")}
 
 
-# Ids 258 to 265, after bytes and two merges.
-CONTROL = ("<|endoftext|>", "<|im_end|>", "<file_sep>", "<reponame>", "<repo_name>", "<jupyter_start>",
-           "<jupyter_text>", "<jupyter_code>")
-
-
-def write_tokenizer(folder, split="smollm"):
-    """Writes a tokenizer that splits text as the makers of SmolLM2 ("smollm"), Qwen ("qwen2") or Llama 3 do."""
-    characters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {character: number for number, character in enumerate(characters)} | {"in": 256, "int": 257}
-    tokenizer = Tokenizer(models.BPE(vocabulary, [("i", "n"), ("in", "t")], ignore_merges=split == "llama-bpe"))
-    if split == "smollm":
-        steps = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    else:
-        steps = [pre_tokenizers.Split(Regex(QWEN_SPLIT if split == "qwen2" else LLAMA3_SPLIT), "isolated"),
-                 pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
-    tokenizer.normalizer = normalizers.NFC() if split == "qwen2" else None
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in CONTROL])
+@cache
+def tokenizer_files():
+    """Returns the files of a tokenizer of 901 ids, whose last is no special token."""
+    tokenizer, config = smollm2()
     tokenizer.add_tokens([AddedToken("    ", normalized=False)])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    config = {"bos_token": "<|endoftext|>", "eos_token": {"content": "<|im_end|>"}, "add_bos_token": False}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=4))
+    return files_of(tokenizer, config)
 
 
-def write_model(folder, kind="llama tied", shard="1GB", split="smollm"):
+def write_tokenizer(folder):
+    for name, content in tokenizer_files().items():
+        (folder / name).write_bytes(content)
+
+
+def write_model(folder, kind="llama tied", shard="1GB"):
     """Writes a model with random weights."""
     family, options, dtype = MODELS[kind]
     torch.manual_seed(1)
@@ -84,7 +73,7 @@ def write_model(folder, kind="llama tied", shard="1GB", split="smollm"):
     for name, weight in model.named_parameters():
         torch.nn.init.normal_(weight, 1.0 if name.endswith("norm.weight") else 0.0, 0.2)
     model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size=shard)
-    write_tokenizer(folder, split)
+    write_tokenizer(folder)
     (folder / "chat_template.jinja").write_text("{{ messages }}\r\n")
     (folder / "README.md").write_text(CARD)
     (folder / "LICENSE").write_text("Apache License\n")
@@ -150,7 +139,7 @@ def test_import_and_export_give_back_every_bit_and_transformers_logits(tmp_path,
         assert (out / name).read_bytes() == (tmp_path / "model" / name).read_bytes(), name
 
     ours, tokenizer, meta = load_model(path, Dist("cpu", torch.device("cpu")))
-    assert tokenizer.n_vocab == 267 and meta.source["licence"] == "apache-2.0"
+    assert tokenizer.n_vocab == 901 and meta.source["licence"] == "apache-2.0"
     ids = torch.randint(257, (2, 50), generator=torch.Generator().manual_seed(2))
     for folder in (tmp_path / "model", out):
         theirs, loading = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32,
@@ -255,8 +244,8 @@ def end_early(folder):
 
 
 def have_more_ids_than_rows(folder):
-    in_config(vocab_size=256)(folder)
-    change_tensors(lambda tensors: tensors.update({EMBEDDING: tensors[EMBEDDING][:256]}))(folder)
+    in_config(vocab_size=900)(folder)
+    change_tensors(lambda tensors: tensors.update({EMBEDDING: tensors[EMBEDDING][:900]}))(folder)
 
 
 def be_of_another_family(folder):
@@ -286,8 +275,8 @@ LIES = {
     "no config": (lambda folder: (folder / "config.json").unlink(), ["config.json", "no"]),
     "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), ["tokenizer"]),
     "a broken tokenizer": (lambda folder: (folder / "tokenizer.json").write_text("{}"), ["model: its tokenizer files"]),
-    "more ids than rows": (have_more_ids_than_rows, ["256", "vocab_size"]),
-    "another width": (in_config(hidden_size=64, head_dim=8), ["shape", "(288, 32)", "(288, 64)"]),
+    "more ids than rows": (have_more_ids_than_rows, ["900", "vocab_size"]),
+    "another width": (in_config(hidden_size=64, head_dim=8), ["shape", "(960, 32)", "(960, 64)"]),
     "own head and missing": (in_config(tie_word_embeddings=False), ["lm_head.weight", "missing"]),
     "tied head that differs": (
         change_tensors(lambda tensors: tensors.update({"lm_head.weight": 1 + tensors[EMBEDDING]})),
