@@ -198,15 +198,16 @@ def _mlp_backward(how, x_mid, hidden, d_out, weights):
     gradients = {"mlp_out": products.of_weight_with(products.squares(hidden), gate, d_out),
                  "mlp_in": products.of_weight(d, x_mid, weights.mlp_in)}
     d_scaled = how.sharding.sum(products.of_input(d, weights.mlp_in).to(dtype))
+    along = _along(x_mid, d_scaled)
     if how.options.layer_gates:
         # The MLP's output × its gradient is half of this sum, because the MLP is of the second degree in its input
         # (Euler's theorem on homogeneous functions). So the output need not be kept.
-        change = (x_mid.float() * d_scaled.float()).sum(-1, keepdim=True) / 2
-        d_gate, d_scale = layers.gate_backward(weights, layers.MLP, x_mid, scale, change)
+        d_gate, d_scale, of_gate = layers.gate_backward(weights, layers.MLP, x_mid, scale, along / 2)
+        along = along + of_gate
         d_scaled = d_scaled + d_gate * weights.gate_map[layers.MLP]
         gradients["gate_map"] = of_weight(d_gate.to(dtype), x_mid)
         gradients["gate_scale"] = [d_scale]
-    return d_out + _norm_backward(x_mid, scale, d_scaled), gradients
+    return d_out + _norm_backward(x_mid, scale, d_scaled, along), gradients
 
 
 def _attention_backward(how, index, saved, x_in, y, d_y, given):
@@ -223,24 +224,30 @@ def _attention_backward(how, index, saved, x_in, y, d_y, given):
     gate = layers.gate_of(how.options, weights, layers.VALUES, x_in, scale)
     d_product = layers.gated(gate, d_v)  # of attn_v's product
     normed = (scale * x_in).to(d_y.dtype)
-    d_normed, gradients = products.of_several({"attn_q": d_q, "attn_k": d_k, "attn_v": d_product}, normed, weights)
+    d_normed, gradients, d_of_values = products.of_several(
+        {"attn_v": d_product, "attn_q": d_q, "attn_k": d_k}, normed, weights)
     d_normed = how.sharding.sum(d_normed.to(d_y.dtype))
     d_scaled = scale * d_normed
+    along = scale * _along(x_in, d_normed)
     if how.options.layer_gates:
-        v = take(saved["v"], index).float()
         # `gate_backward` needs a sum over each gate's output × its gradient. At attention's gate, y × d_y has the same
-        # sum, because attn_o is linear. Ranks along tensor have other heads, so their sums add up.
-        gated_product = v if value is None else v - value
-        changes = how.sharding.sums((gated_product.float() * d_v.float()).sum(-1, keepdim=True),
-                                    (products.value(y).float() * d_y.float()).sum(-1, keepdim=True))
-        d_values_gate, d_values_scale = layers.gate_backward(weights, layers.VALUES, x_in, scale, changes[0])
-        d_gate, d_scale = layers.gate_backward(weights, layers.ATTENTION, x_in, scale, changes[1])
+        # sum, because attn_o is linear; at that of the values, their input × its gradient, which needs no pass over
+        # memory. Ranks along tensor have other heads, so their sums add up.
+        if d_of_values is not None:
+            change_of_values = _along(normed, d_of_values)
+        else:
+            v = take(saved["v"], index)
+            change_of_values = _along(v if value is None else v - value, d_v)
+        changes = how.sharding.sums(change_of_values, _along(products.value(y), d_y))
+        d_values_gate, d_values_scale, of_values = layers.gate_backward(weights, layers.VALUES, x_in, scale, changes[0])
+        d_gate, d_scale, of_gate = layers.gate_backward(weights, layers.ATTENTION, x_in, scale, changes[1])
+        along = along + of_values + of_gate
         d_gates = torch.cat([d_values_gate, d_gate], -1)
         gradients["gate_map"] = of_weight(d_gates.to(d_y.dtype), x_in)
         gradients["gate_scale"] = [d_values_scale, d_scale]
         d_scaled = (d_scaled + d_values_gate * weights.gate_map[layers.VALUES]
                     + d_gate * weights.gate_map[layers.ATTENTION])
-    return _norm_backward(x_in, scale, d_scaled), d_v, gradients
+    return _norm_backward(x_in, scale, d_scaled, along), d_v, gradients
 
 
 def _mixed(x, given):
@@ -252,10 +259,14 @@ def _reciprocal_rms(x):
     return torch.rsqrt(x.float().square().mean(-1, keepdim=True) + layers.NORM_EPS)
 
 
-def _norm_backward(x, scale, scaled):
-    """Gradient of the input of norm(x) = s x, with s = 1 / rms(x), from `scaled`, s times the gradient of norm(x):
-    scaled - s² x mean(scaled x)."""
-    dtype = x.dtype
-    x = x.float()
-    scaled = scaled.float()
-    return (scaled - scale.square() * x * (scaled * x).mean(-1, keepdim=True)).to(dtype)
+def _along(x, d):
+    """The sum of x × d over the width, fp32 (B, T, 1)."""
+    return (x.float() * d.float()).sum(-1, keepdim=True)
+
+
+def _norm_backward(x, scale, scaled, along):
+    """Gradient of the input of norm(x) = s x, with s = 1 / rms(x), from `scaled`, s times the gradient of norm(x), and
+    its sum `along` x: scaled - s² x along / width."""
+    # Where gates add to the gradient, each part's sum is known before the parts are added. So no pass over memory is
+    # needed to sum.
+    return (scaled.float() - scale.square() * along / x.size(-1) * x.float()).to(x.dtype)

@@ -69,10 +69,12 @@ class Plain:
         return of_weight(d, x)
 
     def of_several(self, gradients, x, weights):
-        """Returns the gradient of x, and {name: gradient} of the weights, for several products with the tensor x.
-        gradients: {name of the weight: d}; weights: a named tuple."""
+        """Returns the gradient of x, {name: gradient} of the weights, and that of x through the first product alone if
+        it is known, for several products with the tensor x. gradients: {name of the weight: d}; weights: a named
+        tuple."""
         products = [d @ getattr(weights, name) for name, d in gradients.items()]
-        return reduce(torch.add, products), {name: of_weight(d, x) for name, d in gradients.items()}
+        of_weights = {name: of_weight(d, x) for name, d in gradients.items()}
+        return reduce(torch.add, products), of_weights, products[0]
 
     def gradient_of_hidden(self, d, weights, hidden, scale, gate, matmul):
         """Returns the operand, for products with mlp_in, of the gradient of h times `scale`, from d, the gradient of
@@ -185,7 +187,7 @@ class Int8:
         of_weights = []
         for integers, weight in zip(d.integers.split(widths, -1), matrices, strict=True):
             of_weights.append(int8.gradient_of_weight(Rows(integers, d.scale), x, weight))
-        return int8.gradient_of_input(d, whole), dict(zip(gradients, of_weights, strict=True))
+        return int8.gradient_of_input(d, whole), dict(zip(gradients, of_weights, strict=True)), None
 
     def gradient_of_hidden(self, d, weights, hidden, scale, gate, matmul):
         if isinstance(hidden, Kept):

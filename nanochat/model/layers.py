@@ -182,12 +182,14 @@ def gated(gate, x):
 
 
 def gate_backward(weights, which, x, scale, change):
-    """Returns the gradients of map · norm(x), times scale, (B, T, 1), and of the gate's scale, (1,). change: the gate ×
-    its gradient, (B, T, 1), fp32: the sum over the width of the gate's output × its gradient."""
+    """Returns the gradients of map · norm(x), times scale, (B, T, 1), and of the gate's scale, (1,); and the sum over
+    the width of x × its gradient through the gate, as if scale were constant, (B, T, 1). change: the gate × its
+    gradient, (B, T, 1), fp32: the sum over the width of the gate's output × its gradient."""
     # With z = map · norm(x), the gate's derivative is gate × sigmoid(-z) by z, and gate / a by a. So `change` alone is
     # needed of the gate's input.
-    d_logit = change * torch.sigmoid(-_logit(weights, which, x, scale))
-    return scale * d_logit, change.sum().reshape(1) / weights.gate_scale[which].float()
+    logit = _logit(weights, which, x, scale)
+    d_logit = change * torch.sigmoid(-logit)
+    return scale * d_logit, change.sum().reshape(1) / weights.gate_scale[which].float(), d_logit * logit
 
 
 def _logit(weights, which, x, scale):
