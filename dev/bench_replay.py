@@ -8,8 +8,9 @@ accepts a completion, or the first line of one, with one key, if exactly this te
 the next key. The typing is simulated; the time of a completion is measured.
 
 The model completes with copies of the file, as scripts.serve does, and without; copies are offered without a model; and
-nothing is completed. With --patient, a completion takes no time: what it says counts, and not the machine. With
---llama_cpp=http://127.0.0.1:PORT, a server of llama.cpp stands for the model, and no checkpoint is read.
+nothing is completed. With --patient, the person waits for each completion: what it says counts, and not the machine,
+and no limit cuts it, so its times compare two servers. With --llama_cpp=http://127.0.0.1:PORT, a server of llama.cpp
+stands for the model, and no checkpoint is read.
 """
 import json
 import random
@@ -44,8 +45,8 @@ class Flags(TextFlags):
     lines: int = flag(8, "lines of a block", at_least=1, at_most=1000)
     max_tokens: int = flag(48, "most tokens of a completion", at_least=1, at_most=1024)
     llama_cpp: str = flag("", "address of llama.cpp's server, whose completions are tried instead of the checkpoint's")
-    patient: bool = flag(False, "completions take no time")
-    no_gaps: bool = flag(False, "show llama.cpp the text before the cursor only, for a model without tokens of gaps")
+    patient: bool = flag(False, "the person waits for each completion")
+    no_gaps: bool = flag(False, "show the model the text before the cursor only")
 
 
 @dataclass(frozen=True)
@@ -113,8 +114,9 @@ def accepted_length(offered, coming):
 class Person:
     """Types blocks. complete(before, after) -> (text, the seconds that it took)."""
 
-    def __init__(self, complete):
+    def __init__(self, complete, patient=False):
         self.complete = complete
+        self.patient = patient
         self.num_characters = 0
         self.seconds = []  # of each completion
         self.num_shown = 0
@@ -148,7 +150,7 @@ class Person:
         text, seconds = self.complete(typed, block.after)
         self.seconds.append(seconds)
         self.asked[kind_of_place(typed.rpartition("\n")[2])] += 1
-        if EDITOR_WAITS_S + seconds > pause_s:
+        if EDITOR_WAITS_S + seconds > pause_s and not self.patient:
             return ""
         self.num_shown += bool(text)
         return text
@@ -234,18 +236,17 @@ def main(argv=None):
         path = find_checkpoint(of_model.checkpoint)
         dist = compute_init(device_type)
         completer = load_completer(of_model, path, 0, dist)
+        if flags.no_gaps:
+            completer.fim = False
         ask = asks(completer, flags.max_tokens)
         alone = asks(replace(completer, copies=False, windows={}), flags.max_tokens)
-    def in_no_time(ask):
-        return lambda *place: (ask(*place)[0], 0.0)
-
     contenders = {
-        "the model, with copies": in_no_time(ask) if flags.patient else ask,
-        "the model alone": in_no_time(alone) if flags.patient else alone,
-        "copies alone": in_no_time(copied),
+        "the model, with copies": ask,
+        "the model alone": alone,
+        "copies alone": lambda *place: (copied(*place)[0], 0.0),
         "nothing": lambda *place: ("", 0.0),
     }
-    people = {name: Person(complete) for name, complete in contenders.items()}
+    people = {name: Person(complete, flags.patient) for name, complete in contenders.items()}
     for name, person in people.items():
         for block in blocks:
             person.type(block)

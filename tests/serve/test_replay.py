@@ -27,6 +27,9 @@ def test_what_comes_next_is_accepted_with_one_key_if_it_comes_before_the_next_ke
     late = Person(oracle(3600.0))
     late.type(BLOCK)
     assert not late.accepted and len(late.seconds) == sum(late.asked.values()) > len(BODY) / 2
+    patient = Person(oracle(3600.0), patient=True)
+    patient.type(BLOCK)
+    assert patient.saved == person.saved and set(patient.seconds) == {3600.0}
 
 
 def test_a_completion_or_its_first_line_must_be_what_comes_next():
