@@ -24,8 +24,7 @@ me=$0; while [ -L "$me" ]; do l=$(readlink "$me"); case $l in /*) me=$l ;; *) me
 . "$(dirname "$me")/lib/common.sh" || exit 2
 WAIT_S=900 MAX_HOURS="" MARGIN_S=600
 parse "MAX_HOURS MARGIN_S DRY_RUN" "$@"
-NAME=${ARGS[0]:-$NAME}
-[ -n "$NAME" ] || die 2 "the VM has no name: create.sh NAME, or set NAME in deploy/config.env"
+take_name
 facts "$TYPE"
 need_room
 settle "$NAME"
@@ -96,7 +95,7 @@ try() {
   kill -- -$creator 2>/dev/null || true  # gcloud itself would notice only after a long pause
   wait $creator 2>/dev/null || true
   trap - INT TERM
-  [ -n "$REASON" ] || return 0
+  [ -n "$REASON" ] || { remember "$NAME" "$zone" "$VM_ID"; return 0; }
   # It is somebody else's VM, or one that gcloud overlooked a moment ago: it may train, so it is not deleted.
   ! grep -q -e ALREADY_EXISTS -e 'already exists' "$TMP/create" || die 6 "$NAME exists already in $zone"
   ZONES=$zone lookup "$NAME"

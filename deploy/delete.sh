@@ -4,14 +4,15 @@
 #   deploy/delete.sh NAME
 #
 #   --yes                      do not ask
+#   --vm_id ID                 only the VM with this id, and no other of this name
 #
 # Exit status 3: there is no such VM; 4: gcloud could not say, or refused the credentials.
 me=$0; while [ -L "$me" ]; do l=$(readlink "$me"); case $l in /*) me=$l ;; *) me=$(dirname "$me")/$l ;; esac; done
 . "$(dirname "$me")/lib/common.sh" || exit 2
-YES=""
-parse "YES" "$@"
-NAME=${ARGS[0]:-$NAME}
-[ -n "$NAME" ] || die 2 "the VM has no name: delete.sh NAME"
+YES="" VM_ID=""
+parse "YES VM_ID" "$@"
+take_name
+wanted=$VM_ID
 settle "$NAME"
 given ZONES || ZONES=$(all_zones)
 lookup "$NAME"
@@ -20,8 +21,15 @@ zones=$VM_ZONE  # gcloud need not say where the VM is: it is deleted in every zo
 [ "$VM_STATE:$REMEMBERED" != unknown: ] || cannot_tell "$NAME"
 [ "$VM_STATE" != unknown ] || say "gcloud does not say whether $NAME exists: $VM_ERROR"
 case $VM_STATE:$VM_ERROR in unknown:"credentials refused"*) cannot_tell "$NAME" ;; esac
+[ -z "$wanted" ] || [ "${VM_ID:-$wanted}" = "$wanted" ] ||
+  die 3 "the VM $NAME in $VM_ZONE is not the one with the id $wanted, and is not deleted"
 if [ "$VM_STATE" = absent ]; then
-  for zone in $zones; do forget "$NAME" "$zone"; done
+  for zone in $zones; do
+    # A creation that has just begun, and was interrupted, may still make one.
+    if [ -z "$(find "$MEMORY/$PROJECT/$zone/$NAME" -mmin -10 2>/dev/null)" ]; then forget "$NAME" "$zone"; else
+      say "a creation of $NAME in $zone began less than 10 minutes ago: look again with list.sh, or delete.sh again"
+    fi
+  done
   die 3 "no VM $NAME in $ZONES of project $PROJECT; list.sh looks in all zones"
 fi
 if [ -z "$YES" ]; then

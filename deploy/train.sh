@@ -21,6 +21,7 @@ MIN_FREE_GB=20 AGAIN="" MAX_HOURS="" MARGIN_S=600 VM_ZONE=""
 parse "AGAIN MIN_FREE_GB MAX_HOURS MARGIN_S DRY_RUN" "$@"
 resolve ${ARGS[@]+"${ARGS[@]}"}
 [ -z "$MAX_HOURS" ] || [ "$WORKER" = all ] || die 2 "--max_hours is for all workers: leave out --worker"
+[ -z "$AGAIN" ] || [ ${#FLAGS[@]} = 0 ] || die 2 "--again repeats the last command: leave out ${FLAGS[*]}"
 [ -n "$AGAIN" ] || [ ${#FLAGS[@]} -gt 0 ] || die 2 "the run has no flags: train.sh HOST -- --run=NAME …, or --again"
 if [ -n "$DRY_RUN" ]; then
   [ -n "$AGAIN" ] || check_flags "$VM_TYPE"
@@ -36,7 +37,7 @@ code=$(cd -P ~/nanochat 2>/dev/null && pwd) || fail "no code on this VM: push.sh
 [ -x "$D/venv/bin/python" ] && [ -f ~/.tpu_env ] || fail "packages or ~/.tpu_env are missing: setup.sh first"
 running && fail "another run is running: $(current), process $(cat "$D/runs/pid"); stop_run.sh ends it" 6
 load_env
-run=dummy own_data="" device="" previous=""
+run=dummy own_data="" device="" previous="" config="" named=""
 if [ -n "$again" ]; then
   [ -f "$D/runs/$(current).flags" ] || fail "no run was started on this VM: give its flags after --"
   eval "set -- $(cat "$D/runs/$(current).flags")"
@@ -44,13 +45,18 @@ fi
 for flag in "$@"; do
   [ "$previous" != --run ] || run=$flag
   case $flag in
-    --run=*) run=${flag#*=} ;;
+    --run=*) run=${flag#*=} named=1 ;;
+    --run) named=1 ;;
+    --config*) config=1 ;;
     --device[_-]type*) device=1 ;;
     --data[_-]dir* | --synthetic[_-]data*) own_data=1 ;;
   esac
   previous=$flag
 done
-case $run in *[!A-Za-z0-9._-]* | "" | . | .. | -*) fail "--run=$run: only letters, digits, . - and _" 2 ;; esac
+[[ $run =~ ^[A-Za-z0-9_][A-Za-z0-9._-]{0,99}$ ]] ||
+  fail "--run=$run: only letters, digits, . - and _, at most 100, and no . or - first" 2
+[ -z "$config" ] || [ -n "$named" ] || fail "--config may name a run: give --run as a flag, too" 2
+case $BASE in /*) ;; *) fail "NANOCHAT_BASE_DIR=$BASE in ~/.tpu_env does not begin with /" ;; esac
 
 if [ -z "$device" ]; then  # unless the flags name a device
   [ "${PJRT_DEVICE:-}" = TPU ] || fail "PJRT_DEVICE is '${PJRT_DEVICE:-}' in ~/.tpu_env: it would train on the CPU"

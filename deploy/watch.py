@@ -57,7 +57,7 @@ def make_private(folder):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         open_private(folder / "lock", "a").close()
     except OSError as error:
-        raise BadInput(f"--state={folder} cannot be written: {error.strerror}") from None
+        raise BadInput(f"the state folder {folder} cannot be written: {error.strerror}") from None
 
 
 def keep_config(settings):
@@ -71,12 +71,14 @@ def keep_config(settings):
 
 
 def check(settings):
-    """Refuses a run whose name cannot be that of a folder, and a budget of nothing."""
+    """Refuses a run whose name is not known or cannot be that of a folder, and a budget or patience of nothing."""
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}", settings.run):
         raise BadInput(f"--run={settings.run}: only letters, digits, . - and _, at most 100, and no . or - first")
-    for name, limit in (("max_usd", settings.max_usd), ("max_hours", settings.max_hours)):
-        if limit == 0:
-            raise BadInput(f"--{name}=0 is no budget: give more than 0")
+    if settings.flag("__config") and not settings.flag("__run"):
+        raise BadInput("--config may name a run: give --run as a flag, too")
+    for name in ("max_usd", "max_hours", "patience", "stall_s"):
+        if getattr(settings, name) == 0:
+            raise BadInput(f"--{name}=0: give more than 0")
 
 
 def explain(settings, by_zone):

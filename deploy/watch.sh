@@ -17,7 +17,6 @@
 #   --patience N               after how many failed checks in a row the VM is created again (default 5)
 #   --stall_s N                a run without a new log line for this long is started again (default 1800)
 #   --to DIR                   where fetch.sh puts the run (default: checkpoints/ beside deploy/)
-#   --state DIR                journal and spending, which outlive a restart (default ~/.local/state/nanochat/NAME)
 #   --dry_run                  only check the flags after --, and say what would be done and what it costs
 #   WEBHOOK=URL in config.env  an address that gets every line of the journal as {"text": …}
 #
@@ -28,11 +27,9 @@ me=$0; while [ -L "$me" ]; do l=$(readlink "$me"); case $l in /*) me=$l ;; *) me
 # shellcheck disable=SC2034  # exported by name, below
 MAX_USD="" MAX_HOURS="" MARGIN_S=600 POLL_S=60 PATIENCE=5 STALL_S=1800
 # shellcheck disable=SC2034
-STATE="" WEBHOOK="" TO=$ROOT/checkpoints
-parse "MAX_USD MAX_HOURS MARGIN_S PATIENCE STALL_S STATE TO DRY_RUN" "$@"
-NAME=${ARGS[0]:-$NAME}
-[ -n "$NAME" ] || die 2 "the VM has no name: watch.sh NAME … -- FLAGS"
-check_name "$NAME"
+WEBHOOK="" TO=$ROOT/checkpoints
+parse "MAX_USD MAX_HOURS MARGIN_S PATIENCE STALL_S TO DRY_RUN" "$@"
+take_name
 [ ${#FLAGS[@]} -gt 0 ] || die 2 "the run has no flags: watch.sh NAME … -- --run=NAME …"
 [ -n "$ZONES" ] || die 2 "--zones is not set: give the flag or write deploy/config.env"
 [ -n "$MAX_USD$MAX_HOURS" ] || die 2 "the run has no budget: --max_usd or --max_hours"
@@ -48,7 +45,6 @@ for file in "$MEMORY"/*/*/"$NAME"; do
   esac
 done
 [ -n "$PROJECT$DRY_RUN" ] || die 4 "gcloud does not say what its project is: give --project"
-STATE=${STATE:-$HOME/.local/state/nanochat/$NAME}
 # shellcheck disable=SC2153  # parse sets it
 for setting in $NAMES; do
   export "WATCH_$setting=${!setting}"  # in the environment, where other users do not see the webhook

@@ -59,6 +59,13 @@ limit_after() {
 # given NAME returns 0 if a flag has set this variable.
 given() { case $GIVEN in *" $1 "*) ;; *) return 1 ;; esac; }
 
+# take_name sets NAME to the name of a VM on the command line, or leaves that of config.env.
+take_name() {
+  [ ${#ARGS[@]} -lt 2 ] || die 2 "one VM at a time, and not ${ARGS[*]}"
+  NAME=${ARGS[0]:-$NAME}
+  [ -n "$NAME" ] || die 2 "the VM has no name: $(basename "$0") NAME, or set NAME in deploy/config.env"
+  check_name "$NAME"
+}
 check_name() { # check_name NAME exits unless Google allows this name for a VM
   local LC_ALL=C
   case $1 in [!a-z]* | *[!a-z0-9-]* | *-) ;; *) [ ${#1} -gt 63 ] || return 0 ;; esac

@@ -28,8 +28,8 @@ gcloud_tpu() {
     ${PROJECT:+--project="$PROJECT"} ${ACCOUNT:+--account="$ACCOUNT"}
 }
 
-# A VM that may exist is remembered as the file MEMORY/PROJECT/ZONE/NAME, which has its account, type, spot or not, and
-# ssh key, until gcloud has confirmed that it is gone.
+# A VM that may exist is remembered as the file MEMORY/PROJECT/ZONE/NAME, which has its account, type, spot or not, id
+# (- until it is ready) and ssh key, until gcloud has confirmed that it is gone.
 MEMORY=$HOME/.local/state/nanochat/vms REMEMBERED="" SETTLED=""
 # settle NAME sets, once, PROJECT and ACCOUNT, which every call is given: gcloud's present ones may change meanwhile.
 # They are those with which NAME was created, or else gcloud's present ones. REMEMBERED is the zones in which NAME may
@@ -44,7 +44,7 @@ settle() {
     zone=${zone##*/} project=${project##*/}
     [ "${PROJECT:-$project}" = "$project" ] || continue
     [ -z "$1" ] || [ "${found:-$project}" = "$project" ] || die 2 "$1 exists in $found and in $project: give --project"
-    read -r account _ _ key <"$file" || true
+    read -r account _ _ _ key <"$file" || true
     [ -n "$ACCOUNT" ] || [ "$account" = - ] || ACCOUNT=$account
     given SSH_KEY || [ -z "$key" ] || SSH_KEY=$key
     found=$project REMEMBERED="$REMEMBERED${REMEMBERED:+,}$zone"
@@ -58,10 +58,10 @@ settle() {
   [ -n "$PROJECT" ] || die 2 "no project is set: --project, PROJECT in config.env, or gcloud config set project"
   [ -n "$ACCOUNT" ] || ACCOUNT=${found#*|}
 }
-remember() { # remember NAME ZONE, before it is created there
+remember() { # remember NAME ZONE [ID], before it is created there, and when it is
   local folder=$MEMORY/$PROJECT/$2 spot
   spot=$([ -z "$ON_DEMAND" ] && echo True || echo False)
-  (umask 077 && mkdir -p "$folder" && echo "${ACCOUNT:--} $TYPE $spot $SSH_KEY" >"$folder/$1") ||
+  (umask 077 && mkdir -p "$folder" && echo "${ACCOUNT:--} $TYPE $spot ${3:--} $SSH_KEY" >"$folder/$1") ||
     say "$1 is not remembered: cannot write to $folder"
 }
 forget() { rm -f "$MEMORY/$PROJECT/$2/$1"; }  # forget NAME ZONE: gcloud has said that it is not there

@@ -174,6 +174,13 @@ class Loop:
         self.save()
         return seen
 
+    def look_at_ours(self, limit_s=None):
+        """As `look_up`, and ends the watch at a VM that is not the one that is asked for."""
+        seen = self.look_up(limit_s)
+        if text := not_asked_for(self.settings, seen):
+            self.end(2, text)
+        return seen
+
     def count_lost_creation(self):
         """Counts a creation of which nobody knows whether it made a VM as if it had: the VM may have deleted itself."""
         self.count()
@@ -310,9 +317,10 @@ class Loop:
             self.note(f"{why} ({self.state.tries.troubles} of {self.settings.patience})")
 
     def delete(self, limit_s=DELETION_S):
-        """Deletes the VM and returns the status of delete.sh: 0 deleted, 3 there is none."""
-        zones = self.state.vm.zone or self.all_zones()
-        result = self.call("delete", limit_s, "--yes", f"--zones={zones}")
+        """Deletes the VM, and no other of its name. Returns the status of delete.sh: 0 deleted, 3 there is none."""
+        vm = self.state.vm
+        flags = [f"--zones={vm.zone or self.all_zones()}"] + [f"--vm_id={vm.id}"] * bool(vm.id)
+        result = self.call("delete", limit_s, "--yes", *flags)
         if result.status == 0:
             self.forget_vm()
         self.error = result.last_line
@@ -323,6 +331,11 @@ class Loop:
         created may not be visible yet."""
         self.note(f"deleting the VM: each try waits for gcloud, up to {DELETION_S / 60:.0f} minutes")
         absent, wanted = 0, 3 if self.state.creating else 2
+        while not self.state.vm.id:  # a VM of this name may be somebody else's
+            if self.look_at_ours().state != "unknown":
+                break
+            self.condition("delete", f"VM NOT DELETED, IT MAY STILL COST MONEY; trying again: {self.error}")
+            self.wait(self.settings.poll_s)
         while absent < wanted:
             status = self.delete()
             if status == 0:
@@ -483,9 +496,7 @@ class Loop:
         deadline = self.now() + max(self.count(), self.settings.margin_s)
         last = deadline - min(DELETE_S, self.settings.margin_s / 4)
         try:
-            seen = self.look_up(min(LOOK_S, (last - self.now()) / 4))
-            if text := not_asked_for(self.settings, seen):
-                self.end(2, text)
+            seen = self.look_at_ours(min(LOOK_S, (last - self.now()) / 4))
             if seen.state == "unknown":
                 self.note(f"gcloud does not answer; the VM is asked itself: {seen.error}")
             if seen.state not in ("absent", *GONE):
@@ -505,5 +516,5 @@ class Loop:
                 self.note(f"the last of the budget is needed to delete the VM. LOST: {reason}")
                 return
             self.wait(self.settings.poll_s)
-            if self.look_up(min(LOOK_S, (last - self.now()) / 4)).state in ("absent", *GONE):
+            if self.look_at_ours(min(LOOK_S, (last - self.now()) / 4)).state in ("absent", *GONE):
                 return

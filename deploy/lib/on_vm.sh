@@ -21,9 +21,11 @@ signal_run() {
 stop_run() { signal_run; ended "$1"; }
 load_env() {
   set -a +u  # a name that is not defined is empty there, as in a login shell
-  [ ! -f ~/.tpu_env ] || eval "$(tr -d '\r' <~/.tpu_env)"  # an editor of Windows ends lines with CR LF
+  # An editor of Windows ends lines with CR LF. What fails there ends nothing: `[ -f x ] && . x` may be its last line.
+  [ ! -f ~/.tpu_env ] || eval "$(tr -d '\r' <~/.tpu_env)" || true
   set +a -u
   BASE=${NANOCHAT_BASE_DIR:-$HOME/.cache/nanochat}
+  case $BASE in [~]/*) BASE=$HOME/${BASE#??} ;; esac  # as base_train reads it
 }
 
 # checkpoints FOLDER prints the names of the whole checkpoints there, oldest first.

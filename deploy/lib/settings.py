@@ -43,7 +43,7 @@ OWN = {  # of one script or of some
     "NO_TOKENIZER": YES_NO, "YES": YES_NO,
     "MARGIN_S": WHOLE, "MIN_FREE_GB": WHOLE, "PATIENCE": WHOLE, "STALL_S": WHOLE, "TAIL": WHOLE,
     "MAX_HOURS": NUMBER, "MAX_USD": NUMBER,
-    "STATE": PATH, "TO": PATH,
+    "TO": PATH,
     "VM_ID": (r"[A-Za-z0-9_-]+", "a VM's id"), "VM_IPS": WORD, "WHAT": WORD,
 }
 CONFIG_ONLY = {"WEBHOOK": URL}  # it may be secret
@@ -187,7 +187,8 @@ def read_settings(flags):
     read = {YES_NO: bool, NUMBER: float, WHOLE: int, PATH: Path, ZONES: lambda text: tuple(text.split(","))}
     values = {name.lower(): read.get(FORMS[name], str)(text) if text else None for name, text in texts.items()}
     passed_on = [f"--{name.lower()}={texts[name]}" for name in COMMON if texts[name] and name not in NOT_PASSED_ON]
-    return Settings(**values, spot=not values["on_demand"], flags=tuple(flags), passed_on=passed_on)
+    state = Path.home() / ".local/state/nanochat" / values["name"]  # one for each name, and so one watch
+    return Settings(**values, state=state, spot=not values["on_demand"], flags=tuple(flags), passed_on=passed_on)
 
 
 if __name__ == "__main__":

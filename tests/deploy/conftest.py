@@ -84,6 +84,12 @@ class Laptop:
         return output
 
 
+@pytest.fixture(autouse=True)
+def quick_disk(monkeypatch):
+    """What a test writes need not outlive a power failure."""
+    monkeypatch.setattr(os, "fsync", lambda file: None)
+
+
 @pytest.fixture(scope="session")
 def warm(tmp_path_factory):
     """The path of a gcloud that has been imported already; one serves all tests of this process."""

@@ -244,6 +244,7 @@ def test_train_refuses_a_vm_that_is_not_set_up(laptop, vm):
     for broken, message in (("rm -r .cache", "data.sh first"),
                             ("echo 4 >nanochat.d/chips", "8 chips in /dev, setup saw 4"),
                             ("sed -i s/=TPU/=CPU/ .tpu_env", "PJRT_DEVICE is 'CPU'"),
+                            ("echo NANOCHAT_BASE_DIR=data >>.tpu_env", "NANOCHAT_BASE_DIR=data"),
                             ("rm .tpu_env", "setup.sh first"),
                             ("rm -r nanochat", "push.sh first")):
         subprocess.run(broken, shell=True, cwd=vm.home, check=True)
@@ -252,9 +253,10 @@ def test_train_refuses_a_vm_that_is_not_set_up(laptop, vm):
 
 def test_train_refuses_a_machine_without_chips_and_a_full_disk(laptop, vm):
     assert "less than --min_free_gb" in laptop.run("train.sh", vm.ip, "--min_free_gb=999999", "--", "--run=a", status=1)
-    for name in ("../a", "..", ".", ""):
+    for name in ("../a", ".a", ""):
         assert "only" in train(laptop, vm, f"--run={name}", status=2)
-        assert "only" in train(laptop, vm, "--run", name, status=2)
+    assert "only" in train(laptop, vm, "--run", "..", status=2)
+    assert "--config may name a run" in train(laptop, vm, "--config=run.toml", status=2)
     without = laptop.vm(chips=0)
     without.give_code()
     (without.home / ".tpu_env").write_text("export PJRT_DEVICE=TPU\n")

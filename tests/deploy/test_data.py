@@ -44,9 +44,11 @@ def test_fetch_brings_metrics_log_and_the_newest_checkpoint_home_once(laptop, vm
     laptop.run("train.sh", vm.ip, "--min_free_gb=0", "--", "--run=d16", "--num_iterations=4", "--save_every=2")
     laptop.run("logs.sh", vm.ip)
     to = laptop.root / "home"
+    (to / "d16/incoming.999999999/step_000004").mkdir(parents=True)  # of a fetch.sh that was killed
     laptop.run("fetch.sh", vm.ip, f"--to={to}")
     assert sorted(path.name for path in (to / "d16").iterdir()) == ["metrics.jsonl", "run.log", "step_000004"]
     assert (to / "d16/step_000004/model.safetensors").read_text() == "weights of step 4"
+    assert not (vm.run_dir("d16") / "run.log").exists(), "a copy of the log, which would be cut on a full disk"
     output = laptop.run("fetch.sh", vm.ip, "d16", f"--to={to}", "--all")
     assert "step_000004 is here" in output and (to / "d16/step_000002").is_dir()
     assert "no run other" in laptop.run("fetch.sh", vm.ip, "other", f"--to={to}", status=1)

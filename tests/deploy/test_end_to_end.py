@@ -51,8 +51,7 @@ def test_from_nothing_to_a_finished_run_over_a_preemption_and_a_stockout(world, 
     [ranks] = [pid for pid, line in world.vm.processes().items() if "spawn_main" in line]
     os.kill(ranks, signal.SIGSTOP)  # so that the run is not finished before it is preempted
     results = world.laptop.root / "results"
-    watch = world.laptop.start("watch.sh", "nano", f"--state={world.state}", f"--to={results}", "--max_usd=50",
-                                "--", *flags)
+    watch = world.laptop.start("watch.sh", "nano", f"--to={results}", "--max_usd=50", "--", *flags)
     eventually(lambda: State.load(world.state / "state.json", 0).vm.mirrored, 300)
     status = world.laptop.run("status.sh", "nano")
     assert "d1 running" in status and "of 24   loss " in status and "tokens/s" in status and "min left" in status

@@ -1,4 +1,5 @@
 """No VM is forgotten: its project, zone and account are remembered, and it is deleted by what is known."""
+import os
 import subprocess
 
 import pytest
@@ -42,6 +43,16 @@ def test_a_vm_is_found_deleted_and_listed_where_it_was_created_and_not_in_the_pr
     assert not cloud.nodes and not memory.exists()
 
 
+def test_another_vm_that_has_the_name_of_one_that_is_gone_is_not_taken_for_it(laptop, cloud):
+    look = ["lib/look.sh", "nano", *QUICK[:1], "--what=vm"]
+    laptop.run("create.sh", "nano", *QUICK)
+    assert "remembered=1\n" in laptop.run(*look)
+    cloud.node("nano")["id"] = "5"
+    assert "remembered=\n" in laptop.run(*look)
+    assert "is not the one" in laptop.run("delete.sh", "nano", *QUICK[:1], "--yes", "--vm_id=1001", status=3)
+    assert cloud.node("nano")
+
+
 def test_status_finds_each_vm_in_its_own_project(laptop, cloud):
     laptop.run("create.sh", "nano", *QUICK)
     laptop.run("create.sh", "other", *QUICK, "--project=q")
@@ -65,8 +76,10 @@ def test_a_vm_is_deleted_by_what_is_known_though_gcloud_cannot_describe_it(lapto
     output = laptop.run("delete.sh", "nano", "--yes", status=4)
     assert "not yet confirmed" in output and not cloud.nodes
     (laptop.home / "bin/gcloud").unlink()
+    [memory] = (laptop.home / ".local/state/nanochat/vms").glob("*/*/nano")
+    os.utime(memory, (0, 0))
     laptop.run("delete.sh", "nano", "--yes", status=3)
-    assert not list((laptop.home / ".local/state/nanochat/vms").glob("*/*/nano"))
+    assert not memory.exists()
 
 
 def test_a_deletion_that_gcloud_does_not_confirm_is_no_deletion(laptop, cloud):

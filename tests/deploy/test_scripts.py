@@ -86,9 +86,10 @@ def test_help_names_every_flag_of_its_own(verb):
 
 
 @pytest.mark.parametrize("verb", [verb for verb in VERBS if verb not in ("status", "list")])
-def test_a_missing_name_is_wrong_use(verb):
-    result = run(DEPLOY / f"{verb}.sh")
-    assert result.returncode == 2 and result.stderr.startswith("error: ") and len(result.stderr.splitlines()) == 1
+def test_a_missing_name_and_two_are_wrong_use(verb):
+    for names in ((), ("nano-1", "nano-2", "nano-3")):
+        result = run(DEPLOY / f"{verb}.sh", *names)
+        assert result.returncode == 2 and result.stderr.startswith("error: ") and len(result.stderr.splitlines()) == 1
 
 
 def test_scripts_use_nothing_that_bash_3_2_or_the_tools_of_macos_lack():

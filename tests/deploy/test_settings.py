@@ -94,7 +94,7 @@ def test_every_setting_of_the_scripts_and_of_the_example_is_in_the_table():
 
 
 @pytest.mark.parametrize("flags, words", [
-    (["--max_usd=0"], ["--max_usd=0"]), (["--max_hours=0"], ["--max_hours=0"])])
+    (["--max_usd=0"], ["--max_usd=0"]), (["--max_hours=0"], ["--max_hours=0"]), (["--patience=0"], ["--patience=0"])])
 def test_a_dry_run_of_watch_refuses_what_cannot_be(flags, words):
     result = dry_run("nano", *flags)
     assert result.returncode == 2 and all(word in result.stderr for word in words)
@@ -102,8 +102,9 @@ def test_a_dry_run_of_watch_refuses_what_cannot_be(flags, words):
 
 
 def test_a_state_folder_that_cannot_be_written_is_one_line(tmp_path):
-    result = watch("nano", "--project=p", "--state=/proc/x/y", home=tmp_path)
-    assert result.returncode == 2 and "--state=/proc/x/y" in result.stderr and len(result.stderr.splitlines()) == 1
+    (tmp_path / ".local").write_text("a file")
+    result = watch("nano", "--project=p", home=tmp_path)
+    assert result.returncode == 2 and "cannot be written" in result.stderr and len(result.stderr.splitlines()) == 1
 
 
 def test_a_budget_below_its_own_reserve_deletes_no_vm_of_this_name(tmp_path):
@@ -141,6 +142,9 @@ def test_a_dry_run_of_train_is_in_words():
     said = subprocess.run([ROOT / "deploy/train.sh", "192.0.2.1", "--dry_run", "--", "--run=d16"], capture_output=True,
                           text=True, env=environment, timeout=120).stderr
     assert "base_train '--run=d16'" in said and "set -a" not in said and "setsid" not in said
+    again = subprocess.run([ROOT / "deploy/train.sh", "192.0.2.1", "--again", "--", "--run=d16"], capture_output=True,
+                           text=True, env=environment, timeout=120)
+    assert again.returncode == 2 and "--again" in again.stderr
 
 
 def test_a_half_installed_environment_is_one_line(tmp_path):

@@ -97,6 +97,11 @@ def test_an_interrupted_creation_leaves_no_gcloud_behind(laptop, cloud):
     os.kill(create.pid, signal.SIGTERM)
     assert "may still be created" in output_of(create, 1)
     eventually(lambda: not os.path.exists(f"/proc/{pid}"))
+    assert "began less than 10 minutes ago" in laptop.run("delete.sh", "nano", "--zones=us-a", "--yes", status=3)
+    [memory] = (laptop.home / ".local/state/nanochat/vms").glob("*/*/nano")
+    os.utime(memory, (0, 0))
+    laptop.run("delete.sh", "nano", "--zones=us-a", "--yes", status=3)
+    assert not memory.exists()
 
 
 # -----------------------------------------------------------------------------
@@ -139,9 +144,11 @@ def test_a_run_on_a_full_disk_is_told_to_stop(laptop, vm):
     eventually(lambda: not vm.trainers())
 
 
-def test_an_environment_file_of_windows_with_an_unknown_name_is_read(laptop, vm):
-    (vm.home / ".tpu_env").write_text("export PJRT_DEVICE=TPU\r\nexport EXTRA=$NOT_DEFINED:1\r\n")
+def test_an_environment_file_of_windows_with_an_unknown_name_and_a_failure_at_its_end_is_read(laptop, vm):
+    (vm.home / ".tpu_env").write_text("export PJRT_DEVICE=TPU\r\nexport EXTRA=$NOT_DEFINED:1\r\n"
+                                      "NANOCHAT_BASE_DIR='~/.cache/nanochat'\r\n[ -f nothing ] && . nothing\r\n")
     assert "PJRT_DEVICE=TPU\n" in train(laptop, vm, "--run=a")
+    assert vm.shell(f". {ROOT}/deploy/lib/on_vm.sh; load_env; echo $BASE") == f"{vm.home}/.cache/nanochat\n"
 
 
 def test_files_with_names_of_keys_never_travel_and_submodules_are_named(laptop, tmp_path):

@@ -23,7 +23,7 @@ class World:
         laptop.env.update(self.cloud.env(laptop.home / "gcloud"))
         (laptop.home / "config.env").write_text("POLL_S=0.2 MIN_FREE_GB=0 ZONES=us-a\n")
         self.mirror = laptop.root / "mirror"
-        self.state = laptop.home / "state"
+        self.state = laptop.home / ".local/state/nanochat/nano"
         self.vm_options = {"env": self.cloud.vm_env()}
 
     def boot(self, node, index):
@@ -39,7 +39,7 @@ class World:
 
     def watch(self, *flags, run=("--num_iterations=40",), env=None, under=(), **settings):
         """Starts watch.sh and returns its process. With --data_dir, train.sh does not look for parquet files."""
-        settings = {"max_hours": 1, "margin_s": 30, "state": self.state, "to": self.laptop.root / "results", **settings}
+        settings = {"max_hours": 1, "margin_s": 30, "to": self.laptop.root / "results", **settings}
         settings = [f"--{name}={value}" for name, value in settings.items()]
         run = ["--run=d16", "--data_dir=x", "--save_every=5", f"--checkpoint_mirror={self.mirror}", *run]
         return self.laptop.start("watch.sh", "nano", *settings, *flags, "--", *run, env=env, under=under)
@@ -212,7 +212,8 @@ def test_a_vm_of_another_type_or_price_or_machine_is_refused(world):
     assert "somebody stopped nano" in world.end(world.watch("--on_demand"), 1)
     [memory] = (world.laptop.home / ".local/state/nanochat/vms").glob("*/*/nano")
     memory.unlink()
-    refused = world.end(world.watch("--on_demand", state=world.laptop.home / "colleague"), 2)
+    (world.state / "state.json").unlink()
+    refused = world.end(world.watch("--on_demand"), 2)
     assert "nano exists, and was not created from this machine" in refused
     assert world.cloud.node("nano")
 
@@ -241,7 +242,8 @@ def test_when_stopped_it_leaves_the_run_alone_says_what_still_costs_money_and_re
 @pytest.fixture
 def settings(tmp_path, monkeypatch):
     flags = {"NAME": "nano", "TYPE": "v6e-4", "ZONES": "us-west1-c", "MARGIN_S": 600, "POLL_S": 1, "PATIENCE": 5,
-             "STALL_S": 9, "STATE": tmp_path, "TO": tmp_path}
+             "STALL_S": 9, "TO": tmp_path}
+    monkeypatch.setenv("HOME", str(tmp_path))
     for name, value in flags.items():
         monkeypatch.setenv(f"WATCH_{name}", str(value))
     return watch.read_settings(["--run=d16"])

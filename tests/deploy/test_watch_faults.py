@@ -105,7 +105,9 @@ def test_fetch_does_not_take_a_checkpoint_of_an_older_run_of_this_name_for_the_o
     (step / "meta.json").write_text("first run")
     for content in ("first run", "first run", "second run"):
         (step / "meta.json").write_text(content)
+        (vm.run_dir("a") / "metrics.jsonl").write_text(f"{content}\n")
         output = laptop.run("fetch.sh", vm.ip, f"--to={results}")
         assert (results / "a/step_000005/meta.json").read_text() == content
     assert "from another run of this name" in output
     assert [path.read_text() for path in results.glob("a/other_step_000005.*/meta.json")] == ["first run"]
+    assert [path.read_text() for path in results.glob("a/other_metrics.jsonl.*")] == ["first run\n"]
