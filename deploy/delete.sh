@@ -39,8 +39,9 @@ if [ -z "$YES" ]; then
   [ "$answer" = "$NAME" ] || die 1 "not deleted"
 fi
 deleted=""
-for VM_ZONE in $zones; do
-  if change delete; then deleted=1; else
+for zone in $zones; do
+  say "+ gcloud compute tpus tpu-vm delete $NAME --zone=$zone"
+  if tpu "$zone" delete "$NAME"; then deleted=1; else
     case $(why) in
       not_found) [ "$VM_STATE" = unknown ] || deleted=1 ;;  # deleted by somebody else since it was looked up
       auth) die 4 "credentials refused, $NAME is NOT deleted: gcloud auth login" ;;

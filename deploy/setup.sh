@@ -26,7 +26,8 @@ chips=0 TYPE=${VM_TYPE:-$TYPE}
 if [ -n "$TYPE" ]; then facts "$TYPE"; chips=$((CHIPS / HOSTS)); fi
 
 script <<'END'
-project=$1 files=$D/setup venv=$D/venv
+project=$1 expected=$2 files=$D/setup venv=$D/venv
+IFS= read -r key
 mkdir -p "$files"; tar -xf - -C "$files"
 sudo=$([ "$(id -u)" = 0 ] || echo "sudo -n")
 usable() { # prints the first of these programs that runs and has venv
@@ -61,42 +62,30 @@ fi
 umask 077
 [ -f ~/.tpu_env ] || cp "$files/.tpu_env.example" ~/.tpu_env
 chmod 600 ~/.tpu_env
-[ -z "$project" ] || { grep -v '^export WANDB_PROJECT=' ~/.tpu_env >~/.tpu_env.next || true
-  printf 'export WANDB_PROJECT=%q\n' "$project" >>~/.tpu_env.next; mv ~/.tpu_env.next ~/.tpu_env; }
-END
-INSTALL=$SCRIPT
+keep() { # keep NAME VALUE writes it into ~/.tpu_env, unless it is empty. printf is a builtin: no process has the key
+  [ -n "$2" ] || return 0
+  sed -e "/^export $1=/d" -e '$a\' ~/.tpu_env >~/.tpu_env.next  # $a: its last line may lack an end
+  printf 'export %s=%q\n' "$1" "$2" >>~/.tpu_env.next
+  mv ~/.tpu_env.next ~/.tpu_env
+  echo "$1 is in ~/.tpu_env"
+}
+keep WANDB_PROJECT "$project"
+keep WANDB_API_KEY "$key"
 
-script <<'END'
-umask 077
-IFS= read -r key
-grep -v '^export WANDB_API_KEY=' ~/.tpu_env >~/.tpu_env.next || true
-printf 'export WANDB_API_KEY=%q\n' "$key" >>~/.tpu_env.next  # a builtin: the key is no process's argument
-mv ~/.tpu_env.next ~/.tpu_env
-echo "WandB key stored in ~/.tpu_env"
-END
-STORE_KEY=$SCRIPT
-
-script <<'END'
 running && { echo "the chips are not counted, because a run is using them"; exit 0; }
 load_env
 [ "${PJRT_DEVICE:-}" = TPU ] || { echo "PJRT_DEVICE is not TPU in ~/.tpu_env" >&2; exit 1; }
 count='import torch_xla.runtime as xr; print(xr.addressable_runtime_device_count())'
 seen=$(timeout 300 "$D/venv/bin/python" -c "$count" 2>"$D/setup/devices.log" | tail -n 1) || seen=0
-if [ "$seen" = 0 ] || { [ "$1" != 0 ] && [ "$seen" != "$1" ]; }; then
+if [ "$seen" = 0 ] || { [ "$expected" != 0 ] && [ "$seen" != "$expected" ]; }; then
   tail -n 3 "$D/setup/devices.log" >&2
-  echo "torch_xla sees $seen chips, $1 expected: docs/troubleshooting.md lists the causes" >&2
+  echo "torch_xla sees $seen chips, $expected expected: docs/troubleshooting.md lists the causes" >&2
   exit 1
 fi
 echo "$seen" >"$D/chips"
 echo "$(hostname): torch_xla sees $seen chips; ready"
 END
-COUNT=$SCRIPT
-
-install() { tar -cf - -C "$ROOT" pyproject.toml .tpu_env.example | vm "$1" "$INSTALL" "$WANDB_PROJECT"; }
-store_key() { printf '%s\n' "$key" | vm "$1" "$STORE_KEY"; }
-setup() {
-  retry install "$1" || return
-  if [ -n "$key" ]; then retry store_key "$1" || return; fi
-  retry vm "$1" "$COUNT" "$chips"
-}
+# The key comes first, on stdin, and then the files.
+send() { { printf '%s\n' "$key"; tar -cf - -C "$ROOT" pyproject.toml .tpu_env.example; } | vm "$@"; }
+setup() { retry send "$1" "$SCRIPT" "$WANDB_PROJECT" "$chips"; }
 each setup

@@ -145,7 +145,7 @@ def watch(settings, prices):
                  f"{budget_text(settings)}; spent so far: {state.spent}")
     status = run(loop)
     if status == 0:
-        state.spent_usd = state.elapsed_s = 0  # the next run has a budget of its own
+        state.spent_usd, state.elapsed_s, state.finished = 0, 0, ""  # the next run has a budget of its own
     loop.save()
     journal.close()
     return status

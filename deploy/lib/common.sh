@@ -1,10 +1,7 @@
 # shellcheck shell=bash disable=SC2034
 # Settings and flags of all scripts; it sources gcloud.sh, errors.sh and ssh.sh. It works in bash 3.2 (macOS).
 # The first lines of every script follow the symbolic links that lead to it, and end it if this file is not found.
-#
-# Exit status of every script: 0 done; 1 failed; 2 wrong use, or an error that no waiting mends; 3 no such VM;
-# 4 gcloud gave no answer (credentials, network); 5 no capacity in any zone; 6 refused, because it exists or runs
-# already; 7 budget spent; 70 watch.sh itself failed; 143 told to stop; 255 no connection to the VM.
+# docs/deploy.md has the exit statuses of every script.
 set -euo pipefail
 
 # Physical paths: seen through a symbolic link, the parent of deploy/ is another folder than the checkout.

@@ -23,7 +23,7 @@ facts() {
 gcloud_tpu() {
   local zone=$1 verb=$2 limit_s=$GCLOUD_S
   shift 2
-  case $verb in create | delete | start | stop) limit_s=$((WAIT_S + 60)) ;; esac
+  case $verb in create | delete) limit_s=$((WAIT_S + 60)) ;; esac
   CLOUDSDK_CORE_HTTP_TIMEOUT=20 limited "$limit_s" gcloud compute tpus tpu-vm "$verb" "$@" --zone="$zone" --quiet \
     ${PROJECT:+--project="$PROJECT"} ${ACCOUNT:+--account="$ACCOUNT"}
 }
@@ -77,10 +77,6 @@ tpu() {
   TPU_OUT=$(printf '%s\n' "$both" | sed '/^! /d')
   TPU_ERR=$(printf '%s\n' "$both" | sed -n 's/^! //p')
   return $status
-}
-change() { # change VERB: deletes, starts or stops the VM that was looked up
-  say "+ gcloud compute tpus tpu-vm $1 $NAME --zone=$VM_ZONE"
-  tpu "$VM_ZONE" "$1" "$NAME"
 }
 # What gcloud prints of a VM has this form. Anything else, such as the page of a proxy, says nothing about the VM.
 STATES="CREATING|READY|RESTARTING|REIMAGING|DELETING|REPAIRING|STOPPED|STOPPING|STARTING|PREEMPTED|TERMINATED"
@@ -140,12 +136,12 @@ facts_of_vm() {
 # cannot_tell NAME exits because lookup has found out nothing.
 cannot_tell() { die "$([ -n "$VM_PERMANENT" ] && echo 2 || echo 4)" "cannot tell whether $1 exists: $VM_ERROR"; }
 
-# need NAME [STATE] looks the VM up and exits unless it exists (and is in that state).
+# need NAME looks the VM up and exits unless it is READY.
 need() {
   settle "$1"
   given ZONES || ZONES=$(all_zones)
   lookup "$1"
   [ "$VM_STATE" != absent ] || die 3 "no VM $1 in $ZONES of project ${PROJECT:-?}; list.sh looks in all zones"
   [ "$VM_STATE" != unknown ] || cannot_tell "$1"
-  [ "$VM_STATE" = "${2:-$VM_STATE}" ] || die 1 "$1 is $VM_STATE, not $2"
+  [ "$VM_STATE" = READY ] || die 1 "$1 is $VM_STATE, not READY"
 }

@@ -17,7 +17,7 @@ if [ "$WHAT" = vm ]; then
   # Another VM may have its name since it has deleted itself.
   read -r _ _ _ id _ 2>/dev/null <"$MEMORY/$PROJECT/$VM_ZONE/$NAME" || true
   case $id in - | "$VM_ID") remembered=1 ;; esac
-  printf '%s\n' "state=$VM_STATE" "health=$VM_HEALTH" "zone=$VM_ZONE" "id=$VM_ID" "created=$VM_CREATED" \
+  printf '%s\n' "state=$VM_STATE" "health=$VM_HEALTH" "zone=$VM_ZONE" "id=$VM_ID" \
     "type=$VM_TYPE" "ips=$VM_IPS" "spot=$VM_SPOT" "error=$VM_ERROR" "permanent=${VM_PERMANENT:-}" \
     "remembered=$remembered"
   exit 0

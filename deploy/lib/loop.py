@@ -2,6 +2,7 @@
 counts the money, and ends at the budget."""
 import math
 import re
+import shlex
 import time
 import traceback
 
@@ -53,12 +54,16 @@ class Loop:
         self.end_orphan()
         self.state.vm.has_limit = False
         self.state.tries = Tries(settling=3 if self.state.creating else 0)
+        if self.state.finished != shlex.join(self.settings.flags):
+            self.state.finished = ""
         errors = pause_s = 0
         while True:
             try:
                 self.wait(pause_s)
                 if self.is_ending:
                     return self.end_budget()
+                if self.state.finished:
+                    self.delete_and_end(0)
                 pause_s = 0 if self.poll() else self.settings.poll_s
             except End as end:
                 return end.status
@@ -470,6 +475,8 @@ class Loop:
         if reason := self.bring_home():
             self.condition("kept", f"the run could not be fetched; trying again, while the VM costs money: {reason}")
         else:
+            self.state.finished = shlex.join(self.settings.flags)
+            self.save()
             self.delete_and_end(0)
 
     def give_up(self, why):

@@ -9,7 +9,7 @@ is_vm() { case $1 in *[.:@,]*) return 1 ;; esac; [ "$(ssh -T -G -- "$1" | sed -n
 resolve() {
   [ $# = 1 ] || die 2 "exactly one HOST is needed: an IP, an ssh host or the VM's name; $(basename "$0") --help"
   VM_ID="" VM_TYPE="" VM_IPS=$1
-  ! is_vm "$1" || need "$1" READY
+  ! is_vm "$1" || need "$1"
   aim
 }
 # aim sets TARGETS (ssh destinations) and ALIASES (names in known_hosts) from VM_IPS and WORKER.

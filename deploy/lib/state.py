@@ -144,6 +144,7 @@ class State:
     creating: bool = False  # a creation has begun, and it is not known whether it made a VM
     vm: Vm = field(default_factory=Vm)
     tries: Tries = field(default_factory=Tries)
+    finished: str = ""  # the flags of the run that is finished and home: its VM is only to be deleted
     script: str = ""  # the one that runs, and its process group
     group: int = 0
     counted_at: float = 0  # until then everything is counted

@@ -1,10 +1,13 @@
 """Fixtures: a laptop (scripts, ssh keys, gcloud's settings) and its VMs, all on loopback."""
+import http.server
 import inspect
+import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -13,6 +16,7 @@ import pytest
 from tests.deploy import warm_gcloud
 from tests.deploy.cloud import Cloud
 from tests.deploy.standin import NAMESPACE, StandIn
+from tests.deploy.watched import World
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -124,6 +128,13 @@ def cloud(laptop):
 
 
 @pytest.fixture
+def world(laptop):
+    world = World(laptop)
+    yield world
+    world.cloud.close()
+
+
+@pytest.fixture
 def installed_gcloud(laptop):
     """The laptop's gcloud is the installed program itself, a new process for every call."""
     laptop.env["PATH"] = laptop.env["PATH"].replace(f"{laptop.gcloud.parent}:", "")
@@ -139,6 +150,26 @@ def vm(laptop):
     shard.write_bytes(b"PAR1")
     (vm.home / ".tpu_env").write_text((ROOT / ".tpu_env.example").read_text())
     return vm
+
+
+@pytest.fixture
+def hook():
+    """An HTTP server that keeps what is posted."""
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self):
+            server.posted.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.posted, server.url = [], f"http://127.0.0.1:{server.server_port}"
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
 
 
 def train(laptop, vm, *flags, **options):

@@ -160,13 +160,22 @@ class StandIn:
         inside = ["nsenter", "-t", str(self.pids()[0]), "-p", "-m", "bash", "-c", command]
         return subprocess.check_output(inside, text=True, env={**os.environ, "HOME": str(self.home)})
 
+    def probe(self):
+        """Returns what the VM says of its newest run."""
+        return self.shell(f"unset NANOCHAT_BASE_DIR; . {HERE.parents[1]}/deploy/lib/on_vm.sh; probe")
+
     def start_up(self, script, env):
         """Runs the startup script, as Google's agent does at every boot."""
         path = self.root / "startup"
         path.write_text(script)
         inside = ["nsenter", "-t", str(self.pids()[0]), "-p", "-m", "bash", str(path)]
-        variables = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", **env}
+        variables = {"PATH": f"{self.root}/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", **env}
         subprocess.run(inside, env=variables, stdin=subprocess.DEVNULL, check=True, timeout=60)
+
+    def set_clock(self, ahead_s):
+        """Lets the program `date` say a later time."""
+        self.program(self.root / "date", f'exec /bin/date -d "{ahead_s} seconds" "$@"')
+        (self.root / "date").rename(self.root / "bin/date")
 
     def run_dir(self, run="dummy"):
         return self.home / ".cache/nanochat/checkpoints" / run

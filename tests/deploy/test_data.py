@@ -1,14 +1,7 @@
 """Copies of data from a bucket to the VM, with gcloud storage, and of results from the VM to the laptop."""
-import pytest
+import shutil
 
-from tests.deploy.cloud import Cloud
-
-
-@pytest.fixture
-def cloud():
-    cloud = Cloud()
-    yield cloud
-    cloud.close()
+from tests.deploy.conftest import train
 
 
 def test_data_copies_what_is_missing_or_differs_and_never_a_mixture_of_two_tokenizers(laptop, cloud):
@@ -41,7 +34,8 @@ def test_data_copies_what_is_missing_or_differs_and_never_a_mixture_of_two_token
 
 
 def test_fetch_brings_metrics_log_and_the_newest_checkpoint_home_once(laptop, vm):
-    laptop.run("train.sh", vm.ip, "--min_free_gb=0", "--", "--run=d16", "--num_iterations=4", "--save_every=2")
+    (vm.home / ".bashrc").write_text("echo Welcome to this VM\necho state=none\n")  # no part of an answer
+    train(laptop, vm, "--run=d16", "--num_iterations=4", "--save_every=2")
     laptop.run("logs.sh", vm.ip)
     to = laptop.root / "home"
     (to / "d16/incoming.999999999/step_000004").mkdir(parents=True)  # of a fetch.sh that was killed
@@ -52,3 +46,24 @@ def test_fetch_brings_metrics_log_and_the_newest_checkpoint_home_once(laptop, vm
     output = laptop.run("fetch.sh", vm.ip, "d16", f"--to={to}", "--all")
     assert "step_000004 is here" in output and (to / "d16/step_000002").is_dir()
     assert "no run other" in laptop.run("fetch.sh", vm.ip, "other", f"--to={to}", status=1)
+    assert "run    d16 ended" in laptop.run("status.sh", vm.ip)
+
+    (vm.run_dir("d16") / "step_000004/model.safetensors").write_text("weights of another run")
+    (vm.run_dir("d16") / "metrics.jsonl").write_text("metrics of another run\n")
+    assert "from another run of this name" in laptop.run("fetch.sh", vm.ip, f"--to={to}")
+    assert (to / "d16/step_000004/model.safetensors").read_text() == "weights of another run"
+    [kept] = to.glob("d16/other_step_000004.*/model.safetensors")
+    assert kept.read_text() == "weights of step 4" and len([*to.glob("d16/other_metrics.jsonl.*")]) == 1
+
+
+def test_fetch_takes_the_newest_by_number_and_one_that_is_deleted_meanwhile_is_replaced_by_the_next(laptop, vm):
+    train(laptop, vm, "--run=a", "--num_iterations=2")
+    laptop.run("logs.sh", vm.ip)
+    folder, results = vm.run_dir("a"), laptop.root / "results"
+    for step in ("step_999999", "step_1000000", "step_1000001.tmp", "step_1000002.aside"):
+        shutil.copytree(folder / "step_000002", folder / step)
+    assert "checkpoint step_1000000" in laptop.run("status.sh", vm.ip)
+    vm.program(vm.root / "bin/cksum", f'/usr/bin/cksum "$@"\n[ ! -d {folder}/step_1000000 ] || '
+                                      f"mv {folder}/step_1000000 {folder}/step_1000003")
+    assert "looking again" in laptop.run("fetch.sh", vm.ip, f"--to={results}")
+    assert [path.name for path in results.glob("a/step_*")] == ["step_1000003"]

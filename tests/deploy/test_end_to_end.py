@@ -10,7 +10,6 @@ import pytest
 
 from deploy.lib.state import State
 from tests.deploy.conftest import eventually
-from tests.deploy.test_watch import World
 from tests.warm import CHEAP_COMPILATION
 
 CHIPS = 4
@@ -18,17 +17,10 @@ CHIPS = 4
 PYTHON = f'export PJRT_DEVICE=CPU CPU_NUM_DEVICES={CHIPS} XLA_FLAGS="{CHEAP_COMPILATION}"; exec {sys.executable} "$@"'
 
 
-@pytest.fixture
-def world(laptop, installed_gcloud):
-    world = World(laptop)
-    environment = world.cloud.env(laptop.root / "vm_gcloud") | world.cloud.vm_env()
-    world.vm_options = {"chips": CHIPS, "python": PYTHON, "env": environment}
-    yield world
-    world.cloud.close()
-
-
 @pytest.mark.slow
-def test_from_nothing_to_a_finished_run_over_a_preemption_and_a_stockout(world, tmp_path):
+def test_from_nothing_to_a_finished_run_over_a_preemption_and_a_stockout(world, installed_gcloud, tmp_path):
+    environment = world.cloud.env(world.laptop.root / "vm_gcloud") | world.cloud.vm_env()
+    world.vm_options = {"chips": CHIPS, "python": PYTHON, "env": environment}
     (world.laptop.home / "config.env").write_text(
         "POLL_S=5 MIN_FREE_GB=0 ZONES=us-a,us-b TYPE=v5litepod-4 BUCKET=gs://b/nanochat\n")
     for index in range(2):

@@ -9,7 +9,7 @@ import pytest
 
 from deploy.lib.calls import TIMED_OUT, Calls, Result
 from deploy.lib.from_vm import LARGEST, Refused, printable, read_fields, receive
-from deploy.lib.state import Journal, State, Vm
+from deploy.lib.state import Journal, State, Tries, Vm
 from deploy.watch import make_private
 from tests.deploy.conftest import ROOT
 from tests.deploy.made_up import World, polls
@@ -27,19 +27,18 @@ def answers(vm, text, to=""):
 
 
 def test_status_runs_nothing_that_a_vm_says(laptop, vm):
-    for name in ("mirror_behind_s", "log_age_s", "checkpoint_age", "disk", "steps", "record", "exit"):
-        answers(vm, f"{GOOD}{name}=UID[$(touch {laptop.root}/pwned; echo 0)]\n")
-        output = laptop.run("status.sh", vm.ip)
-        assert "run    a running" in output and f"the VM's {name} is left out" in output
-        assert not (laptop.root / "pwned").exists()
+    names = ("mirror_behind_s", "log_age_s", "checkpoint_age", "disk", "steps", "record", "exit")
+    answers(vm, GOOD + "".join(f"{name}=UID[$(touch {laptop.root}/pwned; echo 0)]\n" for name in names))
+    output = laptop.run("status.sh", vm.ip)
+    assert "run    a running" in output and all(f"the VM's {name} is left out" in output for name in names)
+    assert not (laptop.root / "pwned").exists()
 
 
 def test_fetch_makes_no_path_of_a_name_that_is_no_runs(laptop, vm):
     results = laptop.root / "to/results"
-    for run in ("../deploy", "/etc", "..", ".ssh", "-x", "a/b", "a b", "r" * 200):
-        answers(vm, f"{run}\n")
-        assert "the VM's run is left out" in laptop.run("fetch.sh", vm.ip, f"--to={results}", status=1)
-        assert not results.parent.exists()
+    answers(vm, "../deploy\n/etc\n..\n.ssh\n-x\na/b\na b\n" + "r" * 200 + "\n")
+    output = laptop.run("fetch.sh", vm.ip, f"--to={results}", status=1)
+    assert output.count("the VM's run is left out") == 8 and not results.parent.exists()
 
 
 def test_fetch_asks_for_no_checkpoint_whose_name_is_none(laptop, vm):
@@ -48,12 +47,11 @@ def test_fetch_asks_for_no_checkpoint_whose_name_is_none(laptop, vm):
         (results / path).parent.mkdir(parents=True, exist_ok=True)
         (results / path).write_text("mine")
     run_dir(vm)
-    for checkpoint in ("delete.sh 123", "../x 1", "step_000001/../../x 1", "step_000001 UID[1]"):
-        answers(vm, f"{checkpoint}\n", to="checkpoints . |")
-        output = laptop.run("fetch.sh", vm.ip, "a", f"--to={results}")
-        assert "the VM's checkpoints is left out" in output
-        assert (results / "a/delete.sh").read_text() == (results / "x").read_text() == "mine"
-        assert not list((results / "a").glob("*.[0-9]*"))
+    answers(vm, "delete.sh 123\n../x 1\nstep_000001/../../x 1\nstep_000001 UID[1]\n", to="checkpoints . |")
+    output = laptop.run("fetch.sh", vm.ip, "a", f"--to={results}")
+    assert output.count("the VM's checkpoints is left out") == 4
+    assert (results / "a/delete.sh").read_text() == (results / "x").read_text() == "mine"
+    assert not list((results / "a").glob("*.[0-9]*"))
 
 
 def run_dir(vm):
@@ -91,13 +89,6 @@ def test_files_that_were_not_asked_for_are_refused(tmp_path, sent, word):
         receive(stream, tmp_path / "to/incoming", ["metrics.jsonl", "step_1"])
     assert "\x1b" not in str(error.value)
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.name not in ("sent", "x")]
-
-
-def test_files_that_were_asked_for_arrive_without_their_modes(tmp_path):
-    (tmp_path / "sent").write_text("3 step_1/x\nabc2 metrics.jsonl\n{}end\n")
-    with open(tmp_path / "sent", "rb") as stream:
-        receive(stream, tmp_path / "new", ["metrics.jsonl", "step_1"])
-    assert (tmp_path / "new/step_1/x").read_text() == "abc" and (tmp_path / "new/metrics.jsonl").read_text() == "{}"
 
 
 ESCAPES = "\x1b]52;c;cHduZWQ=\x07 \x1b[2J \x9b2J \r\u202e"
@@ -147,9 +138,13 @@ def test_a_state_that_cannot_be_used_is_as_one_that_is_missing(tmp_path, value):
     path.write_text(json.dumps({"vm": vm, "spent_usd": value, "counted_at": value, "script": 7, "tries": value}))
     state = State.load(path, 9)
     assert state == State(vm=Vm(state="READY"), counted_at=9) and state.vm.transfer_s() == 0
-    for text in ("[" * 100_000, "[1]", '{"vm": 5, "spent_usd": 1e999}', "\xff", ""):
+    for text in ("[" * 100_000, "[1]", '{"vm": 5, "spent_usd": 1e999}', "\xff", "{", ""):
         path.write_text(text)
         assert State.load(path, 9) == State(counted_at=9, is_lost=text != '{"vm": 5, "spent_usd": 1e999}')
+    state = State(True, Vm("READY", id="1"), Tries(2), script="push.sh", group=7, counted_at=5.0)
+    assert state.save(path) and State.load(path, 9) == state
+    path.unlink()
+    assert State.load(path, 9) == State(counted_at=9) and not state.save(tmp_path / "no_such_folder/state.json")
 
 
 def test_watch_fetches_the_run_that_it_started_and_not_the_one_that_the_vm_names(tmp_path):
@@ -187,16 +182,13 @@ def test_an_agent_with_many_keys_does_not_hide_the_right_one(laptop, vm):
         os.kill(int(agent["SSH_AGENT_PID"]), 15)
 
 
-@pytest.mark.parametrize("answer", ["yes", "yes | head -n 999999; sleep 999", f"echo '{BEGIN}'; yes state=running",
-                                    f"echo '{BEGIN}'; cat /dev/zero"])
-def test_an_answer_without_end_is_refused(laptop, vm, answer):
-    (vm.home / ".bashrc").write_text(f"[ -z \"$SSH_CONNECTION\" ] || {{ {answer}; exit 0; }}\n")
-    for script in ("status.sh", "fetch.sh"):
-        output = laptop.run(script, vm.ip, status=1, timeout_s=60)
-        assert "more than 1000000 bytes" in output and len(output) < 10_000
-
-
-def test_a_vm_that_says_nothing_is_unreachable_for_a_reason(laptop, vm):
+def test_an_answer_without_end_is_refused_and_none_at_all_is_unreachable_for_a_reason(laptop, vm):
+    for answer in ("yes", "yes | head -n 999999; sleep 999", f"echo '{BEGIN}'; yes state=running",
+                   f"echo '{BEGIN}'; cat /dev/zero"):
+        (vm.home / ".bashrc").write_text(f"[ -z \"$SSH_CONNECTION\" ] || {{ {answer}; exit 0; }}\n")
+        for script in ("status.sh", "fetch.sh"):
+            output = laptop.run(script, vm.ip, status=1, timeout_s=60)
+            assert "more than 1000000 bytes" in output and len(output) < 10_000
     (vm.home / ".bashrc").write_text("exit 75\n")
     [line] = [line for line in laptop.run("status.sh", vm.ip, status=1).splitlines() if "unreachable" in line]
     assert line.split(": ")[1]

@@ -6,18 +6,9 @@ import pytest
 from tests.deploy.cloud import Failure
 from tests.deploy.conftest import eventually
 from tests.deploy.standin import StandIn
-from tests.deploy.test_watch import World
 
-HOURS = 0.012  # 43 s, of which the last half is the reserve
-FLAGS = ["--zones=us-a", "--poll_s=0.2", f"--max_hours={HOURS}"]
-SOON = [*FLAGS, "--max_hours=0.005"]  # where no run has to start before that
-
-
-@pytest.fixture
-def world(laptop):
-    world = World(laptop)
-    yield world
-    world.close()
+FLAGS = ["--zones=us-a", "--poll_s=0.2", "--max_hours=1"]
+RESERVE, HALF, END = 3000, 3300, 3590  # seconds after the creation: the reserve begins, half of it is over, all is over
 
 
 def start_run(world, *flags, script=()):
@@ -30,15 +21,16 @@ def start_run(world, *flags, script=()):
 
 
 def test_a_vm_with_a_limit_deletes_itself_though_its_first_requests_are_refused(world):
-    world.cloud.refusals = [429, 500, 503]
-    created = time.time()
     output = world.laptop.run("create.sh", "nano", *FLAGS)
-    assert f"nano deletes itself before {HOURS} hours are over" in output
+    assert "nano deletes itself before 1 hours are over" in output
     start_run(world, f"--checkpoint_mirror={world.mirror}")
-    eventually(lambda: not world.cloud.nodes, 120)
-    assert not world.cloud.refusals and list(world.mirror.glob("step_*"))
-    stopped = (world.mirror / "metrics.jsonl").stat().st_mtime
-    assert created + 1800 * HOURS < stopped < created + 3600 * HOURS, "the run ended within the reserve"
+    world.cloud.refusals = [429, 500, 503]
+    world.vm.set_clock(RESERVE + 5)
+    eventually(lambda: not world.vm.trainers() and list(world.mirror.glob("step_*")))
+    assert world.cloud.node("nano") and len(world.cloud.refusals) == 3, "half of the reserve is the laptop's"
+    world.vm.set_clock(HALF + 5)
+    eventually(lambda: not world.cloud.nodes)
+    assert not world.cloud.refusals
 
 
 def test_a_limit_outlives_a_reboot_and_needs_no_run(world):
@@ -46,23 +38,19 @@ def test_a_limit_outlives_a_reboot_and_needs_no_run(world):
     world.vm.kill()
     world.vm.boot()
     world.vm.start_up(world.cloud.startup_script(world.cloud.node("nano")["id"]), world.cloud.vm_env())
-    eventually(lambda: not world.cloud.nodes, 120)
+    world.vm.set_clock(END)
+    eventually(lambda: not world.cloud.nodes)
 
 
 def test_nothing_that_a_user_of_the_vm_wrote_keeps_it_from_deleting_itself(world):
     lines = ["exit 3", "sleep 100000", "(trap '' TERM; setsid sleep 100000) &\nfalse; x=$(<"]
-    boot = world.cloud.boot
-
-    def boot_with_a_line(node, index):
-        ip, line = boot(node, index), lines[len(world.booted) - 1]
-        (world.vm.home / ".tpu_env").write_text(f"{line}\n")
-        (world.vm.home / "nanochat.d/runs").mkdir(parents=True, exist_ok=True)
-        return ip
-
-    world.cloud.boot = boot_with_a_line
-    for creation in [world.laptop.start("create.sh", f"nano-{i}", *SOON) for i in range(len(lines))]:
+    for creation in [world.laptop.start("create.sh", f"nano-{i}", *FLAGS) for i in range(len(lines))]:
         world.end(creation, 0)
-    eventually(lambda: not world.cloud.nodes, 120)
+    for line, vm in zip(lines, world.booted.values(), strict=True):
+        (vm.home / ".tpu_env").write_text(f"{line}\n")
+        (vm.home / "nanochat.d/runs").mkdir(parents=True, exist_ok=True)
+        vm.set_clock(END)
+    eventually(lambda: not world.cloud.nodes)
 
 
 @pytest.mark.parametrize("away_s", [-7200, 7200])
@@ -70,15 +58,16 @@ def test_a_limit_counts_from_the_creation_and_by_the_clock_of_the_vm(world, away
     # the laptop's clock is wrong by hours
     StandIn.program(world.laptop.home / "bin/date", f'exec /bin/date -d "{away_s} seconds" "$@"')
     created = time.time()
-    world.laptop.run("create.sh", "nano", *SOON)
-    eventually(lambda: not world.cloud.nodes, 120)
-    assert time.time() > created + 1800 * 0.005
+    world.laptop.run("create.sh", "nano", *FLAGS)
+    end = int((world.vm.home / "nanochat.d/limit").read_text().partition("END=")[2].split()[0])
+    assert created + 3590 < end < time.time() + 3600
 
 
 def test_a_vm_whose_startup_script_did_not_run_has_its_limit_nevertheless(world):
     world.cloud.startup_script = lambda node: ""
-    world.laptop.run("create.sh", "nano", *SOON)
-    eventually(lambda: not world.cloud.nodes, 120)
+    world.laptop.run("create.sh", "nano", *FLAGS)
+    world.vm.set_clock(END)
+    eventually(lambda: not world.cloud.nodes)
 
 
 def test_a_vm_that_may_not_delete_itself_says_so_at_its_creation_and_ends_its_run(world):
@@ -86,10 +75,10 @@ def test_a_vm_that_may_not_delete_itself_says_so_at_its_creation_and_ends_its_ru
     output = world.laptop.run("create.sh", "nano", *FLAGS)
     assert "warning: nano may not delete itself" in output and "delete.sh nano" in output
     start_run(world)
-    eventually(lambda: not world.vm.trainers(), 120)
+    world.vm.set_clock(END)
     log = world.vm.home / "nanochat.d/runs/a.log"
-    eventually(lambda: "could not delete itself at its limit, and costs money: delete.sh nano" in log.read_text(), 120)
-    assert world.cloud.node("nano")
+    eventually(lambda: "could not delete itself at its limit, and costs money: delete.sh nano" in log.read_text())
+    assert not world.vm.trainers() and world.cloud.node("nano")
 
 
 @pytest.mark.parametrize("refusal", ["an API that is off", "a page"])
@@ -104,12 +93,12 @@ def test_a_vm_that_cannot_find_out_whether_it_may_delete_itself_says_so(world, r
         raise Failure(403, "PERMISSION_DENIED", "Cloud Resource Manager API has not been used: tpu.nodes.delete")
 
     world.cloud.handle = handle
-    assert "warning: nano may not delete itself" in world.laptop.run("create.sh", "nano", *FLAGS, "--max_hours=1")
+    assert "warning: nano may not delete itself" in world.laptop.run("create.sh", "nano", *FLAGS)
 
 
 def test_the_newest_limit_counts_and_begins_with_no_run_of_its_own(world):
-    world.laptop.run("create.sh", "nano", *FLAGS[:-1], "--max_hours=0.01")
-    created = time.time()
+    world.laptop.run("create.sh", "nano", *FLAGS)
     start_run(world, script=["--max_hours=100"])
-    eventually(lambda: time.time() > created + 3600 * 0.01 + 3)
+    world.vm.set_clock(END)
+    time.sleep(2)  # ten times as long as between two looks at the clock
     assert world.vm.trainers() and world.cloud.node("nano")

@@ -2,20 +2,10 @@
 import os
 import subprocess
 
-import pytest
-
 from tests.deploy.conftest import eventually
-from tests.deploy.test_watch import World
 
 PAGE_FOR = 'case "$*" in {}) echo "<html>Login</html>"; exit 0 ;; esac'  # the page of a proxy, instead of an answer
 QUICK = ["--zones=us-a,us-b", "--poll_s=0.1"]
-
-
-@pytest.fixture
-def world(laptop):
-    world = World(laptop)
-    yield world
-    world.close()
 
 
 def test_another_project_and_config_env_change_neither_the_vms_of_a_watch_nor_their_end(world):
@@ -70,8 +60,10 @@ def test_a_vm_is_reached_with_the_key_with_which_it_was_created(world):
     assert "may exist in project p" in world.laptop.run("list.sh", "--project=q")
 
 
-def test_a_vm_is_deleted_by_what_is_known_though_gcloud_cannot_describe_it(laptop, cloud):
+def test_a_vm_is_deleted_by_what_is_known_and_not_before_gcloud_confirms_it(laptop, cloud):
     laptop.run("create.sh", "nano", *QUICK)
+    laptop.let_gcloud(PAGE_FOR.format('*" delete "*'))
+    assert "nano is NOT deleted: it is READY" in laptop.run("delete.sh", "nano", *QUICK[:1], "--yes", status=1)
     laptop.let_gcloud(PAGE_FOR.format("*describe*"))
     output = laptop.run("delete.sh", "nano", "--yes", status=4)
     assert "not yet confirmed" in output and not cloud.nodes
@@ -82,21 +74,13 @@ def test_a_vm_is_deleted_by_what_is_known_though_gcloud_cannot_describe_it(lapto
     assert not memory.exists()
 
 
-def test_a_deletion_that_gcloud_does_not_confirm_is_no_deletion(laptop, cloud):
-    laptop.run("create.sh", "nano", *QUICK)
-    laptop.let_gcloud(PAGE_FOR.format('*" delete "*'))
-    assert "nano is NOT deleted: it is READY" in laptop.run("delete.sh", "nano", *QUICK[:1], "--yes", status=1)
-
-
-def test_without_a_project_there_is_one_line(laptop, cloud):
-    laptop.env["CLOUDSDK_CORE_PROJECT"] = ""
-    output = laptop.run("create.sh", "nano", *QUICK, status=2)
-    assert output.splitlines() == [output.strip()] and "gcloud config set project" in output
-
-
 def test_no_vm_is_created_in_a_project_that_is_not_known(laptop, cloud):
     laptop.let_gcloud(PAGE_FOR.format("*config*"))
     assert "give --project" in laptop.run("create.sh", "nano", *QUICK, status=4) and not cloud.nodes
+    (laptop.home / "bin/gcloud").unlink()
+    laptop.env["CLOUDSDK_CORE_PROJECT"] = ""
+    output = laptop.run("create.sh", "nano", *QUICK, status=2)
+    assert output.splitlines() == [output.strip()] and "gcloud config set project" in output
 
 
 def test_a_vm_whose_ssh_answers_is_never_absent(world):

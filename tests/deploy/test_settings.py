@@ -57,12 +57,10 @@ def test_what_cannot_be_read_is_refused_by_name_and_nothing_of_it_runs(config, t
     assert not (tmp_path / "pwned").exists()
 
 
-def test_a_refused_config_file_ends_every_script_with_status_2_and_one_line(tmp_path):
+def test_a_refused_config_file_ends_a_script_with_status_2_and_one_line(tmp_path):
     (tmp_path / "config.env").write_text("USD_PER_HUOR=2\n")
-    environment = {**os.environ, "NANOCHAT_DEPLOY_CONFIG": str(tmp_path / "config.env")}
-    for script in sorted((ROOT / "deploy").glob("*.sh")):
-        result = subprocess.run([script, "nano"], capture_output=True, text=True, env=environment, timeout=60)
-        assert result.returncode == 2 and len(result.stderr.splitlines()) == 1, (script.name, result.stderr)
+    result = run("list.sh", NANOCHAT_DEPLOY_CONFIG=tmp_path / "config.env")
+    assert result.returncode == 2 and len(result.stderr.splitlines()) == 1
 
 
 def test_flags_are_read_as_the_config_file_is():
@@ -93,66 +91,63 @@ def test_every_setting_of_the_scripts_and_of_the_example_is_in_the_table():
     assert named and named <= set(FORMS)
 
 
-@pytest.mark.parametrize("flags, words", [
-    (["--max_usd=0"], ["--max_usd=0"]), (["--max_hours=0"], ["--max_hours=0"]), (["--patience=0"], ["--patience=0"])])
-def test_a_dry_run_of_watch_refuses_what_cannot_be(flags, words):
-    result = dry_run("nano", *flags)
-    assert result.returncode == 2 and all(word in result.stderr for word in words)
-    assert len(result.stderr.splitlines()) == 1
+def run(script, *words, root=ROOT, **environment):
+    """Runs a script where there is no config.env."""
+    environment = {**os.environ, "NANOCHAT_DEPLOY_CONFIG": "/nonexistent", **environment}
+    return subprocess.run([root / "deploy" / script, *words], capture_output=True, text=True, env=environment,
+                          timeout=120)
 
 
-def test_a_state_folder_that_cannot_be_written_is_one_line(tmp_path):
-    (tmp_path / ".local").write_text("a file")
-    result = watch("nano", "--project=p", home=tmp_path)
-    assert result.returncode == 2 and "cannot be written" in result.stderr and len(result.stderr.splitlines()) == 1
+def watch(name, *flags, run_flag="--run=d16", **environment):
+    return run("watch.sh", name, "--zones=us-west4-a", "--max_usd=5", *flags, "--", run_flag, "--depth=16",
+               **environment)
 
 
-def test_a_budget_below_its_own_reserve_deletes_no_vm_of_this_name(tmp_path):
-    result = watch("nano", "--project=p", "--max_usd=0.01", "--usd_per_hour=2", home=tmp_path)
+@pytest.mark.parametrize("flag", ["--max_usd=0", "--max_hours=0", "--patience=0"])
+def test_a_dry_run_of_watch_refuses_what_cannot_be(flag):
+    result = watch("nano", flag, "--dry_run")
+    assert result.returncode == 2 and flag in result.stderr and len(result.stderr.splitlines()) == 1
+
+
+def test_a_state_folder_that_cannot_be_written_and_a_budget_below_its_own_reserve_are_one_line(tmp_path):
+    result = watch("nano", "--project=p", "--max_usd=0.01", "--usd_per_hour=2", HOME=tmp_path)
     assert result.returncode == 2 and "error: the budget lasts 18 s, and --margin_s=600" in result.stderr
+    (tmp_path / ".local/state/nanochat/nano/lock").unlink()
+    (tmp_path / ".local/state/nanochat/nano/lock").mkdir()
+    result = watch("nano", "--project=p", HOME=tmp_path)
+    assert result.returncode == 2 and "cannot be written" in result.stderr and len(result.stderr.splitlines()) == 1
 
 
 @pytest.mark.parametrize("name", ["../x", "Nano", "nano_1", "1nano", "nano-", "n" * 64])
 def test_a_name_that_google_would_not_take_is_refused_before_any_work(name):
-    assert (result := dry_run(name)).returncode == 2 and name in result.stderr
-    assert (result := dry_run("nano", run="../x")).returncode == 2 and "--run=../x" in result.stderr
+    result = watch(name, "--dry_run")
+    assert result.returncode == 2 and name in result.stderr
 
 
-def test_a_dry_run_of_watch_says_what_the_budget_buys(tmp_path):
-    said = dry_run("nano", "--max_usd=50", "--usd_per_hour=2").stderr
+@pytest.mark.parametrize("flag", ["--run=../x", "--config=configs/d16.toml"])
+def test_a_run_whose_name_is_no_folders_or_may_be_elsewhere_is_refused(flag):
+    result = watch("nano", "--dry_run", run_flag=flag)
+    assert result.returncode == 2 and flag.partition("=")[0] in result.stderr
+
+
+def test_a_dry_run_of_watch_says_what_the_budget_buys():
+    said = watch("nano", "--max_usd=50", "--usd_per_hour=2", "--dry_run").stderr
     assert "v5litepod-8" in said and "a spot VM" in said and "us-west4-a (2.00 USD an hour)" in said
     assert "25.00 hours" in said and "warning" not in said
-    said = dry_run("nano", "--max_usd=0.01", "--on_demand=1", "--usd_per_hour=2").stderr
+    said = watch("nano", "--max_usd=0.01", "--on_demand=1", "--usd_per_hour=2", "--dry_run").stderr
     assert "on demand" in said and "warning: the budget lasts 18 s" in said and "--margin_s=600" in said
 
 
-def watch(name, *flags, run="d16", home=None):
-    environment = {**os.environ, "NANOCHAT_DEPLOY_CONFIG": "/nonexistent", **({"HOME": str(home)} if home else {})}
-    command = [ROOT / "deploy/watch.sh", name, "--zones=us-west4-a", "--max_usd=5", *flags, "--", f"--run={run}",
-               "--depth=16"]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
-
-
-def dry_run(name, *flags, run="d16"):
-    return watch(name, *flags, "--dry_run", run=run)
-
-
-def test_a_dry_run_of_train_is_in_words():
-    environment = {**os.environ, "NANOCHAT_DEPLOY_CONFIG": "/nonexistent"}
-    said = subprocess.run([ROOT / "deploy/train.sh", "192.0.2.1", "--dry_run", "--", "--run=d16"], capture_output=True,
-                          text=True, env=environment, timeout=120).stderr
-    assert "base_train '--run=d16'" in said and "set -a" not in said and "setsid" not in said
-    again = subprocess.run([ROOT / "deploy/train.sh", "192.0.2.1", "--again", "--", "--run=d16"], capture_output=True,
-                           text=True, env=environment, timeout=120)
+def test_a_dry_run_of_train_is_in_words_and_one_command_is_not_two():
+    said = run("train.sh", "192.0.2.1", "--ssh_user=me", "--dry_run", "--", "--run=d16").stderr
+    assert "+ ssh me@192.0.2.1: " in said and "base_train '--run=d16'" in said and "set -a" not in said
+    again = run("train.sh", "192.0.2.1", "--again", "--", "--run=d16")
     assert again.returncode == 2 and "--again" in again.stderr
 
 
 def test_a_half_installed_environment_is_one_line(tmp_path):
-    root = tmp_path / "root"
-    shutil.copytree(ROOT / "deploy", root / "deploy")
-    (root / ".venv/bin").mkdir(parents=True)
-    (root / ".venv/bin/python").symlink_to(sys.executable)  # without the packages, and without nanochat/
-    command = [root / "deploy/train.sh", "192.0.2.1", "--dry_run", "--", "--run=d16"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120,
-                            env={**os.environ, "NANOCHAT_DEPLOY_CONFIG": "/nonexistent"})
+    shutil.copytree(ROOT / "deploy", tmp_path / "deploy")
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    (tmp_path / ".venv/bin/python").symlink_to(sys.executable)  # without the packages, and without nanochat/
+    result = run("train.sh", "192.0.2.1", "--dry_run", "--", "--run=d16", root=tmp_path)
     assert result.returncode == 0 and "Traceback" not in result.stderr and "are not checked" in result.stderr

@@ -23,19 +23,13 @@ def test_create_makes_a_spot_vm_once_and_an_ssh_key_if_there_is_none(laptop, clo
     assert len(cloud.nodes) == 1
 
 
-def test_create_tries_the_next_zone_after_a_stockout_or_without_quota(laptop, cloud):
-    cloud.faults = {"us-a": ["quota"], "us-b": ["stockout"]}
+def test_create_tries_the_next_zone_after_a_stockout_or_without_quota_and_gives_up_with_status_5(laptop, cloud):
+    cloud.faults = {"us-a": ["quota", "quota", "quota"], "us-b": ["stockout", "stockout"]}
+    assert "no quota in any" in laptop.run("create.sh", "nano", "--zones=us-a", *QUICK, status=5)
+    assert "no VM in us-a,us-b" in laptop.run("create.sh", "nano", ZONES, *QUICK, status=5)
+    assert not cloud.nodes
     output = laptop.run("create.sh", "nano", f"{ZONES},us-c", *QUICK)
     assert "us-a: no quota" in output and "us-b: no capacity" in output and "is ready in us-c" in output
-
-
-@pytest.mark.slow
-def test_create_gives_up_with_status_5(laptop, cloud):
-    cloud.faults = {"us-a": ["stockout"], "us-b": ["quota"]}
-    assert "no VM in us-a,us-b" in laptop.run("create.sh", "nano", ZONES, *QUICK, status=5)
-    cloud.faults = {"us-a": ["quota"]}
-    assert "no quota in any" in laptop.run("create.sh", "nano", "--zones=us-a", *QUICK, status=5)
-    assert not cloud.nodes
 
 
 @pytest.mark.slow
@@ -55,16 +49,6 @@ def test_create_tries_no_other_zone_while_one_may_hold_a_vm(laptop, cloud, insta
     output = laptop.run("create.sh", "nano", ZONES, *QUICK, "--wait_s=2", status=1)
     assert "nano may still exist in us-a, and cost" in output
     assert not cloud.node("nano", "us-b")
-
-
-def test_expired_credentials_never_mean_an_absent_vm(laptop, cloud):
-    laptop.run("create.sh", "nano", ZONES, *QUICK)
-    cloud.broken = (401, "UNAUTHENTICATED", "Request had invalid authentication credentials.")
-    for script in ("create.sh", "delete.sh"):
-        assert "gcloud auth login" in laptop.run(script, "nano", "--zones=us-a", status=4)
-    assert "unknown (credentials refused" in laptop.run("status.sh", "nano", "--zones=us-a", status=4)
-    laptop.run("list.sh", "--zones=us-a", status=4)
-    assert not [request for request in cloud.requests if request.startswith("DELETE")]
 
 
 def test_a_gcloud_that_dies_silently_tells_nothing_about_the_vm(laptop):
@@ -103,11 +87,12 @@ def test_a_vm_is_reached_by_its_name_even_after_it_was_created_again(laptop, clo
     assert "~/nanochat is now" in laptop.run("push.sh", "nano", "--zones=us-a")
 
 
-@pytest.mark.parametrize("name, chips, hosts, version", [
-    ("v5litepod-8", 8, 1, "v2-alpha-tpuv5-lite"), ("v6e-16", 16, 4, "v2-alpha-tpuv6e"), ("v4-32", 16, 4,
-                                                                                         "tpu-ubuntu2204-base")])
-def test_the_shell_knows_the_types_of_tpus(name, chips, hosts, version):
-    script = f'. deploy/lib/common.sh; facts {name} us-west4-a; echo "$CHIPS $HOSTS $VERSION"'
-    assert subprocess.check_output(["bash", "-c", script], cwd=ROOT, text=True) == f"{chips} {hosts} {version}\n"
-    refused = subprocess.run(["bash", "-c", ". deploy/lib/common.sh; facts v9-8"], cwd=ROOT, capture_output=True)
-    assert refused.returncode == 2 and len(refused.stderr.splitlines()) == 1
+def test_the_shell_knows_the_types_of_tpus():
+    def facts(name):
+        script = f'. deploy/lib/common.sh; facts {name} us-west4-a; echo "$CHIPS $HOSTS $VERSION"'
+        return subprocess.run(["bash", "-c", script], cwd=ROOT, text=True, capture_output=True)
+
+    assert facts("v5litepod-8").stdout == "8 1 v2-alpha-tpuv5-lite\n"
+    assert facts("v6e-16").stdout == "16 4 v2-alpha-tpuv6e\n"
+    assert facts("v4-32").stdout == "16 4 tpu-ubuntu2204-base\n"
+    assert facts("v9-8").returncode == 2 and len(facts("v9-8").stderr.splitlines()) == 1

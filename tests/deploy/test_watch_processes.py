@@ -1,6 +1,4 @@
 """The processes below watch.sh: each has a limit, ends with all its children, and is found by whoever comes later."""
-import http.server
-import json
 import os
 import signal
 import subprocess
@@ -15,7 +13,7 @@ from deploy import watch
 from deploy.lib import calls, catalogue
 from deploy.lib.calls import TIMED_OUT, Calls, end_orphan
 from deploy.lib.loop import Loop
-from deploy.lib.state import Journal, State, Tries, Vm
+from deploy.lib.state import Journal, State
 from nanochat.common import BadInput
 from nanochat.device import tpu
 from tests.deploy.conftest import ROOT, eventually
@@ -124,26 +122,6 @@ def test_a_script_that_a_killed_watch_left_behind_is_ended_and_another_process_i
     stranger.wait()
 
 
-@pytest.fixture
-def hook():
-    """An HTTP server that keeps what is posted."""
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_POST(self):
-            server.posted.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-            self.send_response(200)
-            self.end_headers()
-
-        def log_message(self, *_):
-            pass
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.posted, server.url = [], f"http://127.0.0.1:{server.server_port}"
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield server
-    server.shutdown()
-    server.server_close()
-
-
 def test_the_webhook_gets_every_line_as_it_is(tmp_path, hook):
     journal = Journal(tmp_path, "nano", f"{hook.url}/secret")
     journal.note('a "quoted" \\ line\nand another')
@@ -182,12 +160,3 @@ def test_the_price_is_that_of_the_dearest_zone(flags, usd):
     result = subprocess.run(["bash", "-c", script, "x", *flags.split()], cwd=ROOT, capture_output=True, text=True, env={
         **os.environ, "NANOCHAT_DEPLOY_CONFIG": "/nonexistent"})
     assert (result.stdout, result.stderr) == (f"{usd}\n", "")
-
-
-def test_the_state_survives_and_one_that_cannot_be_read_is_none(tmp_path):
-    state = State(True, Vm("READY", id="1"), Tries(2), "push.sh", 7, 5.0)
-    assert state.save(tmp_path / "state.json") and State.load(tmp_path / "state.json", 9) == state
-    (tmp_path / "state.json").write_text("{")
-    assert State.load(tmp_path / "state.json", 9) == State(counted_at=9, is_lost=True)
-    assert State.load(tmp_path / "none.json", 9) == State(counted_at=9)
-    assert not state.save(tmp_path / "no_such_folder/state.json")

@@ -31,8 +31,23 @@ def test_a_run_that_goes_on_is_left_alone_whatever_gcloud_says_of_its_vm(world):
         polls(loop, 10)
     world.vm["health"] = "HEALTHY"
     world.fails["vm"] = 1
-    polls(loop, 100)
+    polls(loop, 20)
     assert set(world.done) == {"vm", "run"} and world.text().count("unhealthy") == 3
+
+
+def test_another_run_on_the_vm_is_neither_stopped_nor_mistaken_for_ours(world):
+    world.run |= {"run": "old"}
+    polls(loop := world.loop(), 3)
+    assert set(world.done) == {"vm", "run"} and "another run is running: old" in world.text()
+    world.run |= {"state": "ended", "exit": "1"}
+    polls(loop, 1)
+    assert world.done.count("train") == 1 and "stop_run" not in world.done
+
+
+def test_a_vm_that_somebody_stopped_is_kept(world):
+    world.settings = replace(world.settings, spot=False)
+    world.vm |= {"state": "STOPPED", "spot": "False"}
+    assert world.loop().run() == 1 and "somebody stopped nano" in world.text() and "delete" not in world.done
 
 
 def test_an_unhealthy_vm_whose_run_stands_still_is_stopped_and_fetched_before_it_is_deleted(world):
@@ -58,11 +73,15 @@ def test_a_vm_is_not_deleted_while_the_newest_checkpoint_is_on_its_disk_alone(wo
     assert "step_000200 is on its disk alone and could not be fetched" in world.text()
 
 
-def test_a_checkpoint_that_the_mirror_has_is_not_fetched(world):
+def test_a_checkpoint_that_the_mirror_has_is_not_fetched_and_what_is_finished_makes_no_new_vm(world):
     world.run |= {"state": "ended", "exit": "0"}
-    with pytest.raises(End):
+    world.fails["delete"] = lambda flags: 1 / 0
+    with pytest.raises(ZeroDivisionError):  # the watch is killed, and the deletion succeeds
         world.loop().poll()
     assert not (world.settings.to / "d16").exists() and "step_000100, is in the mirror" in world.text()
+    world.vm, world.fails["delete"] = None, 3
+    world.state = State.load(world.settings.state / "state.json", world.now)
+    assert world.loop().run() == 0 and "create" not in world.done
 
 
 @pytest.mark.parametrize("failing", ["run", "fetch"])
@@ -190,7 +209,7 @@ def test_a_vm_that_gcloud_overlooks_once_is_not_forgotten(world):
     polls(loop, 1)
     vm, world.vm = world.vm, None
     polls(loop, 1)
-    assert world.state.vm.id == "1" and "create" not in world.done
+    assert world.state.vm.id == "1" and "create" not in world.done and "it is asked again" in world.text()
     world.vm = vm
     polls(loop, 1)
     world.vm = None
