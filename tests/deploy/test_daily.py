@@ -218,8 +218,8 @@ def test_status_shows_a_mirror_that_falls_behind(laptop, vm):
 
 
 def test_processes_left_of_a_run_are_seen_and_ended(laptop, vm):
-    vm.program(vm.home / "nanochat.d/venv/bin/python", "echo 'step 00001/00009'; until [ -e ~/end ]; do sleep 0.1; done; "
-                                                         "sleep 300 & exit 3")
+    vm.program(vm.home / "nanochat.d/venv/bin/python",
+               "echo 'step 00001/00009'; until [ -e ~/end ]; do sleep 0.1; done; sleep 300 & exit 3")
     train(laptop, vm, "--run=a")
     (vm.home / "end").touch()
     eventually(lambda: "a orphans" in laptop.run("status.sh", vm.ip))
