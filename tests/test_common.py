@@ -15,6 +15,7 @@ import pytest
 from nanochat.common import (
     BadInput,
     Outage,
+    counted,
     expand_path,
     flag,
     get_base_dir,
@@ -306,3 +307,7 @@ print(os.environ.get("OMP_WAIT_POLICY"))
     done = run_code(code, env=environment | own)
     assert done.stdout.split() == [str(chosen)]
     assert ("OMP_NUM_THREADS=1" in done.stderr) == bool(chosen)
+
+
+def test_one_thing_is_counted_without_an_s():
+    assert [counted(number, "shard") for number in (0, 1, 2)] == ["0 shards", "1 shard", "2 shards"]
