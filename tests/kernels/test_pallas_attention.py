@@ -23,8 +23,7 @@ def in_float64(q, k, v, d_out, window):
     return out.detach(), *torch.autograd.grad(out, (q, k, v), d_out.double())
 
 
-def by_pallas(q, k, v, d_out, window, matrix_unit, kernels=(pallas_attention.forward, pallas_attention.backward),
-              **options):
+def by_pallas(q, k, v, d_out, window, matrix_unit, **options):
     """The same by the kernels, from the second layer of a stack."""
     def to_jax(x):
         if x.dtype == torch.bfloat16:
@@ -36,9 +35,8 @@ def by_pallas(q, k, v, d_out, window, matrix_unit, kernels=(pallas_attention.for
     options |= dict(eps=NORM_EPS, windows=(window, q.size(1)) if window else (), matrix_unit=matrix_unit,
                     interpret=True)
     place = jax.numpy.asarray([1, window or 0], "int32")
-    forward, backward = kernels
-    out, log_sums = jax.jit(partial(forward, **options))(place, *stacks, *tables)
-    gradients = jax.jit(partial(backward, **options))(
+    out, log_sums = jax.jit(partial(pallas_attention.forward, **options))(place, *stacks, *tables)
+    gradients = jax.jit(partial(pallas_attention.backward, **options))(
         place, *stacks, jax.numpy.stack([log_sums * jax.numpy.nan, log_sums]), to_jax(d_out), *tables)
     return [torch.from_numpy(np.array(x.astype("float32"))) for x in (out, *gradients)]
 
@@ -52,26 +50,26 @@ def some_operands(length, heads, kv_heads, dtype):
 slow = pytest.mark.slow
 
 
-@pytest.mark.parametrize("length, heads, kv_heads, window, matrix_unit", [
-    (12, 2, 1, None, 128), (12, 1, 1, 6, 256), (384, 2, 1, None, 256),
+@pytest.mark.parametrize("length, heads, kv_heads, window, matrix_unit, max_whole", [
+    (12, 2, 1, None, 128, 4096), (12, 1, 1, 6, 256, 4096), (384, 1, 1, None, 256, 4096), (512, 2, 1, None, 128, 256),
     *(pytest.param(*shape, marks=slow) for shape in (
-        (640, 1, 1, None, 128), (640, 2, 1, 200, 256), (1280, 1, 1, 640, 128), (1536, 1, 1, 384, 256)))])
-def test_output_and_gradients_are_those_of_float64(length, heads, kv_heads, window, matrix_unit):
-    operands = some_operands(length, heads, kv_heads, torch.float32)
-    for found, exact in zip(by_pallas(*operands, window, matrix_unit), in_float64(*operands, window), strict=True):
-        torch.testing.assert_close(found.double(), exact, rtol=0, atol=1e-5 * float(exact.abs().max()))
+        (640, 1, 1, None, 128, 4096), (640, 2, 1, 200, 256, 4096), (1280, 1, 1, 640, 128, 4096),
+        (1536, 1, 1, 384, 256, 4096), (768, 2, 1, 600, 128, 512), (1024, 1, 1, 256, 256, 512),
+        (768, 1, 1, 100, 128, 512)))])
+def test_output_and_gradients_are_those_of_float64_whole_and_in_segments(
+        monkeypatch, length, heads, kv_heads, window, matrix_unit, max_whole):
+    used, run = [], pallas_attention.forward_in_segments
 
+    def run_and_note(*args, segment, **options):
+        used.append(segment)
+        return run(*args, segment=segment, **options)
 
-@pytest.mark.parametrize("length, heads, kv_heads, window, matrix_unit", [
-    (512, 2, 1, None, 256),
-    *(pytest.param(*shape, marks=slow) for shape in (
-        (768, 2, 1, 600, 128), (1024, 1, 1, 256, 256), (768, 1, 1, 100, 128)))])
-def test_in_segments_they_are_those_of_float64_too(length, heads, kv_heads, window, matrix_unit):
+    monkeypatch.setattr(pallas_attention, "forward_in_segments", run_and_note)
     operands = some_operands(length, heads, kv_heads, torch.float32)
-    in_segments = pallas_attention.forward_in_segments, pallas_attention.backward_in_segments
-    by_segments = by_pallas(*operands, window, matrix_unit, in_segments, segment=256)
-    for found, exact in zip(by_segments, in_float64(*operands, window), strict=True):
-        torch.testing.assert_close(found.double(), exact, rtol=0, atol=1e-5 * float(exact.abs().max()))
+    found = by_pallas(*operands, window, matrix_unit, max_whole=max_whole)
+    assert used == ([max_whole // 2] if length > max_whole else [])
+    for tensor, exact in zip(found, in_float64(*operands, window), strict=True):
+        torch.testing.assert_close(tensor.double(), exact, rtol=0, atol=1e-5 * float(exact.abs().max()))
 
 
 @pytest.mark.parametrize("length, max_whole, segment", [
@@ -80,35 +78,29 @@ def test_segments_have_room_and_divide_the_sequence(length, max_whole, segment):
     assert segment_of(length, max_whole) == segment
 
 
-def test_a_chip_with_little_room_works_in_segments(monkeypatch):
-    operands, segments, run = some_operands(512, 2, 1, torch.float32), [], pallas_attention.forward_in_segments
-
-    def run_and_note(*args, segment, **options):
-        segments.append(segment)
-        return run(*args, segment=segment, **options)
-
-    monkeypatch.setattr(pallas_attention, "forward_in_segments", run_and_note)
-    found = by_pallas(*operands, None, 128, max_whole=256)
-    assert segments == [128]
-    for tensor, exact in zip(found, in_float64(*operands, None), strict=True):
-        torch.testing.assert_close(tensor.double(), exact, rtol=0, atol=1e-5 * float(exact.abs().max()))
+def assert_covered_once(covered, window):
+    """covered: how often each query (row) meets each key (column). Some meet that do not see one another."""
+    distance = np.arange(len(covered))[:, None] - np.arange(len(covered))[None]
+    visible = (distance >= 0) & (distance < (window or len(covered)))
+    assert covered.max() == 1 and (covered[visible] == 1).all()
 
 
-@pytest.mark.parametrize("matrix_unit", [128, 256])
-@pytest.mark.parametrize("tiles_of", [FORWARD_TILES, BACKWARD_TILES])
+EVERY_TILING = pytest.mark.parametrize("tiles", [tiles_of[matrix_unit] for tiles_of in (FORWARD_TILES, BACKWARD_TILES)
+                                                 for matrix_unit in (128, 256)])
+
+
+@EVERY_TILING
 @pytest.mark.parametrize("window", [None, 1, 130, 512, 600, 1024, 1100])
-def test_pairs_of_segments_cover_what_queries_see_once(window, tiles_of, matrix_unit):
+def test_pairs_of_segments_cover_what_queries_see_once(window, tiles):
     length, segment = 2048, 512
     covered = np.zeros((length, length), int)
     pairs = pallas_attention.list_pairs(length // segment, segment, window)
     for i, j in pairs:
-        cases = pallas_attention.list_cases(pairs, segment, tiles_of[matrix_unit], window)
-        (tiles,) = [tiles for first, last, tiles in cases if first <= i - j <= last]
-        for tile in tiles:
+        cases = pallas_attention.list_cases(pairs, segment, tiles, window)
+        (tiles_of_pair,) = [found for first, last, found in cases if first <= i - j <= last]
+        for tile in tiles_of_pair:
             covered[i * segment:][tile.queries, j * segment:(j + 1) * segment][:, tile.keys] += 1
-    distance = np.arange(length)[:, None] - np.arange(length)[None]
-    visible = (distance >= 0) & (distance < (window or length))
-    assert covered.max() == 1 and (covered[visible] == 1).all()
+    assert_covered_once(covered, window)
 
 
 @pytest.mark.parametrize("matrix_unit", [128, pytest.param(256, marks=slow)])
@@ -118,24 +110,20 @@ def test_in_bfloat16_the_error_is_that_of_rounded_operands(matrix_unit):
         assert (found - exact).norm() < 2**-8 * exact.norm()
 
 
-@pytest.mark.parametrize("matrix_unit", [128, 256])
-@pytest.mark.parametrize("tiles_of", [FORWARD_TILES, BACKWARD_TILES])
+@EVERY_TILING
 @pytest.mark.parametrize("length, window", [
     (128, None), (1024, None), (1152, None), (2048, 1024), (2048, 512), (2048, 1), (896, 448), (640, 200)])
-def test_tiles_cover_what_queries_see_once(length, window, tiles_of, matrix_unit):
+def test_tiles_cover_what_queries_see_once(length, window, tiles):
     covered = np.zeros((length, length), int)
-    for tile in list_tiles(length, tiles_of[matrix_unit], window):
+    for tile in list_tiles(length, tiles, window):
         covered[tile.queries, tile.keys] += 1
-    distance = np.arange(length)[:, None] - np.arange(length)[None]
-    visible = (distance >= 0) & (distance < (window or length))
-    assert covered.max() == 1 and (covered[visible] == 1).all()
+    assert_covered_once(covered, window)
 
 
 @pytest.mark.parametrize("length", [2048, 4096])
-@pytest.mark.parametrize("matrix_unit", [128, 256])
-@pytest.mark.parametrize("tiles_of", [FORWARD_TILES, BACKWARD_TILES])
-def test_windows_leave_tiles_out(length, tiles_of, matrix_unit):
+@EVERY_TILING
+def test_windows_leave_tiles_out(length, tiles):
     """Of the positions that all queries see, windows of half and a quarter of the length leave 3/4 and 7/16."""
-    whole, half, quarter = (num_scores(list_tiles(length, tiles_of[matrix_unit], window))
+    whole, half, quarter = (num_scores(list_tiles(length, tiles, window))
                             for window in (None, length // 2, length // 4))
     assert half < 0.84 * whole and quarter < 0.6 * whole

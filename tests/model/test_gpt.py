@@ -1,4 +1,4 @@
-"""The model against an independent reference, finite differences, and itself on XLA."""
+"""The model against an independent reference, and itself on every kernel."""
 import math
 from dataclasses import dataclass
 
@@ -9,7 +9,6 @@ import torch_xla
 
 from nanochat.common import BadInput
 from nanochat.infer.quantize import Int8GPT
-from nanochat.infer.readers import KVCache
 from nanochat.kernels.choose import get_kernels
 from nanochat.model.config import GPTConfig
 from nanochat.model.gpt import GPT
@@ -30,6 +29,11 @@ def build(config, kernel="current", device_type="cpu", chunk_tokens=None, **kwar
         for p in model.parameters():
             p += 0.1 * torch.randn(p.shape, generator=generator)
     return model
+
+
+def assert_close(gradient, expected, name):
+    torch.testing.assert_close(gradient, expected, atol=1e-5 * float(expected.abs().max()), rtol=1e-3,
+                               msg=lambda message: name + message)
 
 
 def some_ids(config, batch=2, seed=3):
@@ -92,42 +96,24 @@ def reference_logits(model, ids):
                                        {"n_kv_head": 1, "window_pattern": "SSL", "short_window": 6},
                                        {"layer_gates": True},
                                        {"n_kv_head": 2, **SHARED}, {**SHARED, "layer_gates": True}])
-def test_logits_equal_an_independent_reference(overrides):
+def test_logits_and_gradients_equal_those_of_an_independent_reference(overrides):
     config = GPTConfig(**{**TINY, **overrides})
     model, ids = build(config), some_ids(config)
-    torch.testing.assert_close(model(ids).double(), reference_logits(model, ids).detach(), atol=2e-5, rtol=1e-4)
+    logits, expected_logits = model(ids), reference_logits(model, ids)
+    torch.testing.assert_close(logits.double(), expected_logits, atol=2e-5, rtol=1e-4)
+    gradients, expected = (torch.autograd.grad(x.square().sum(), [*model.parameters()])
+                           for x in (logits, expected_logits))
+    for (name, _), found, exact in zip(model.named_parameters(), gradients, expected, strict=True):
+        assert_close(found, exact, name)
 
 
-@pytest.mark.parametrize("kernel", ["current", "chunked"])
-def test_gradients_agree_with_finite_differences(kernel):
-    config = GPTConfig(vocab_size=17, max_seq_len=6, n_layer=2, n_embd=8, n_head=2, n_kv_head=1,
-                       **{**PLAIN, "window_pattern": "SL", "short_window": 3})
-    model = build(config, kernel, chunk_tokens=7, compute_dtype=torch.float64).double()
-    ids = some_ids(config)
-    # logits are taken to fp32 before the softmax, whatever the compute type: differences must be large enough to see
-    loss = lambda: model(ids[:, :-1], ids[:, 1:]).double().sum()  # noqa: E731
-    loss().backward()
-    generator = torch.Generator().manual_seed(4)
-    for name, p in model.named_parameters():
-        direction = torch.randn(p.shape, generator=generator, dtype=torch.float64)
-        step = 1e-3 / direction.norm()
-        with torch.no_grad():
-            p += step * direction
-            above = loss()
-            p -= 2 * step * direction
-            below = loss()
-            p += step * direction
-        numeric, analytic = ((above - below) / (2 * step)).item(), (p.grad * direction).sum().item()
-        assert numeric == pytest.approx(analytic, rel=0.02, abs=0.02 * direction.norm().item()), name
-
-
-KERNELS = ("current", "cpu"), ("chunked", "cpu"), ("current", "xla"), ("chunked", "xla"), ("flash", "xla")
+KERNELS = ("current", "cpu"), ("chunked", "cpu"), ("chunked", "xla"), ("current", "xla"), ("flash", "xla")
 MODELS = (15.0, "off"), (0.0, "shared"), (15.0, "shared")
 
 
 @pytest.mark.parametrize("kernel, device_type, activation_checkpointing, softcap, values", [
     *((*kernel, "all", *MODELS[at % 3]) for at, kernel in enumerate(KERNELS)),
-    *(pytest.param(*kernel, "none", *model, marks=[pytest.mark.slow] if (at + of_model) % 3 else [])
+    *(pytest.param(*kernel, "none", *model, marks=[pytest.mark.slow] if at > 2 or (at + of_model) % 3 else [])
       for at, kernel in enumerate(KERNELS) for of_model, model in enumerate(MODELS))])
 def test_every_kernel_gives_the_same_losses_and_gradients(kernel, activation_checkpointing, device_type, softcap,
                                                           values):
@@ -153,9 +139,7 @@ def test_every_kernel_gives_the_same_losses_and_gradients(kernel, activation_che
     assert mean.item() == pytest.approx(losses.mean().item(), rel=1e-5)
     torch.testing.assert_close(found.cpu(), losses, atol=1e-5, rtol=1e-5)
     for (name, p), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
-        atol = 1e-5 * expected.grad.abs().max()
-        torch.testing.assert_close(p.main_grad.cpu(), expected.grad, atol=atol, rtol=1e-3,
-                                   msg=lambda m, name=name: name + m)
+        assert_close(p.main_grad.cpu(), expected.grad, name)
 
 
 @dataclass(frozen=True)
@@ -164,35 +148,21 @@ class MoreOptions(LayerOptions):
     novelty: bool = False
 
 
-@pytest.mark.parametrize("kernel", ["chunked", "flash"])
-def test_a_layer_that_no_kernel_knows_by_hand_has_the_same_losses_and_gradients(kernel):
+def test_a_layer_that_flash_does_not_know_by_hand_has_the_same_gradients():
     config = GPTConfig(vocab_size=61, max_seq_len=12, n_layer=3, n_embd=256, n_head=2, n_kv_head=1,
                        window_pattern="SL", layer_gates=True, **SHARED)
     reference, ids = build(config), some_ids(config)
     reference(ids, ids, reduction="mean").backward()
-    model = build(config, kernel, "xla").to(torch_xla.device())
+    model = build(config, "flash", "xla").to(torch_xla.device())
     model.options = MoreOptions(config.head_dim, layer_gates=True, key_shift=True, novelty=True)
     model.create_main_grads()
     ids = ids.to(torch_xla.device())
     model(ids, ids, reduction="mean").backward()
     torch_xla.sync()
     for (name, p), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
-        atol = 1e-5 * float(expected.grad.abs().max())
-        torch.testing.assert_close(p.main_grad.cpu(), expected.grad, atol=atol, rtol=1e-3,
-                                   msg=lambda m, name=name: name + m)
+        assert_close(p.main_grad.cpu(), expected.grad, name)
     with pytest.raises(BadInput, match="--quantize=int8 .*--novelty"):
         Int8GPT(model)
-
-
-@pytest.mark.parametrize("options", [{}, {"key_shift": False}, {"layer_gates": True}, SHARED])
-def test_cached_hidden_states_equal_uncached_ones(options):
-    config = GPTConfig(**{**TINY, "n_kv_head": 2, "window_pattern": "SL", **options})
-    model, ids = build(config), some_ids(config)
-    with torch.no_grad():
-        cache = KVCache(config, 2, config.max_seq_len, torch.float32, "cpu")
-        found = [model.hidden(ids[:, :5], cache, torch.arange(5))]
-        found += [model.hidden(ids[:, t:t + 1], cache, torch.tensor([t])) for t in range(5, config.max_seq_len)]
-        torch.testing.assert_close(torch.cat(found, dim=1), model.hidden(ids), atol=1e-5, rtol=1e-5)
 
 
 def test_bfloat16_compute_stays_near_float32():

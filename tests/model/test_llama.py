@@ -55,21 +55,15 @@ def of_transformers(model):
     return made
 
 
-@torch.no_grad()
-def test_logits_are_those_of_transformers(config):
-    model = build(config)
-    ids = some_ids(96)
-    expected = of_transformers(model)(ids).logits
-    torch.testing.assert_close(model(ids), expected, atol=1e-5 * float(expected.abs().max()), rtol=1e-5)
-
-
-def test_gradients_are_those_of_transformers_also_of_a_tied_head(config):
-    model = build(config)
-    ids = some_ids()
+def test_logits_and_gradients_are_those_of_transformers_also_of_a_tied_head(config):
+    model, ids = build(config), some_ids(96)
+    theirs = of_transformers(model)
+    of_theirs = theirs(ids, labels=ids)
+    expected = of_theirs.logits
+    torch.testing.assert_close(model(ids), expected, atol=1e-5 * float(expected.detach().abs().max()), rtol=1e-5)
     model.create_main_grads()
     model(ids[:, :-1], ids[:, 1:], "mean").backward()
-    theirs = of_transformers(model)
-    theirs(ids, labels=ids).loss.backward()
+    of_theirs.loss.backward()
     torch.testing.assert_close(model.wte.grad, theirs.model.embed_tokens.weight.grad, atol=1e-6, rtol=1e-4)
     torch.testing.assert_close(model.attn_k.grad[1], theirs.model.layers[1].self_attn.k_proj.weight.grad, atol=1e-6,
                                rtol=1e-4)

@@ -8,7 +8,7 @@ import torch
 from nanochat.checkpoint.meta import load_meta
 from nanochat.checkpoint.on_disk import latest, set_aside_after
 from nanochat.checkpoint.pieces import load_checkpoint
-from nanochat.common import BadInput, get_base_dir
+from nanochat.common import BadInput
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.data.tokenizer_files import SPECIAL_TOKENS
 from scripts.base_train import main
@@ -19,6 +19,7 @@ FLASH = ("--kernel=flash", "--log_every=1", "--depth=2", "--model_dim=256", "--n
          "--max_seq_len=128", "--device_batch_size=1", "--window_pattern=SL", "--activation_checkpointing",
          "--matrix_lr=0.0002", "--num_iterations=3")
 LOWER_RATES = ("--matrix_lr=0.0003", "--embedding_lr=0.005", "--unembedding_lr=0.00006", "--scalar_lr=0.008")
+SLOW = *CHUNKED, *LOWER_RATES
 
 
 def assert_same(run, other):
@@ -51,19 +52,27 @@ def odd_tokenizer_dir(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("data, fsdp, tensor, is_odd, flags", [
-    pytest.param(1, 4, 1, False, LOWER_RATES, id="four chips share three layers"),
-    pytest.param(1, 1, 2, False, LOWER_RATES, id="tensor"),
-    pytest.param(2, 2, 2, True, LOWER_RATES, id="all axes"),
+    pytest.param(1, 4, 1, False, SLOW, id="four chips share three layers"),
+    pytest.param(1, 1, 2, False, SLOW, id="tensor"),
+    pytest.param(2, 2, 2, True, SLOW, id="all axes"),
     # With gates, rounding grows to 2e-4 of the norms in 8 steps.
-    pytest.param(1, 2, 2, True, (*LOWER_RATES, "--value_embeddings=shared", "--layer_gates=off"),
-                 id="value embeddings"),
-    pytest.param(1, 2, 2, True, (*LLAMA, "--num_kv_heads=2", "--clip_norm=2.4"), id="llama, whose head is tied"),
-    pytest.param(1, 1, 2, True, (*LLAMA, "--tied_head=off", "--num_kv_heads=2", "--activation_checkpointing"),
-                 id="llama with its own head")])
+    pytest.param(1, 2, 2, True, (*SLOW, "--value_embeddings=shared", "--layer_gates=off"), id="value embeddings"),
+    pytest.param(1, 2, 2, True, (*CHUNKED, *LLAMA, "--num_kv_heads=2", "--clip_norm=2.4"),
+                 id="llama, whose head is tied"),
+    pytest.param(1, 1, 2, True, (*CHUNKED, *LLAMA, "--tied_head=off", "--num_kv_heads=2", "--activation_checkpointing"),
+                 id="llama with its own head"),
+    pytest.param(1, 2, 1, False, FLASH, id="flash, windows, grouped queries, recomputation"),
+    # At the usual rates, rounding would grow where tensor divides the heads.
+    pytest.param(1, 2, 2, False, (*FLASH, "--model_dim=512", "--num_heads=4", "--num_kv_heads=2", *LOWER_RATES[1:],
+                                  "--warmup_steps=6"), id="flash on tensor"),
+    # 9,216 tokens are two chunks of the loss. Rates rise with the batch.
+    pytest.param(1, 1, 2, False, (*SLOW, "--softcap=0", "--device_batch_size=288", "--total_batch_size=9216",
+                                  "--seq_len_ramp=0:16,2:32", "--num_iterations=3"),
+                 id="logits without a bound, several chunks of tokens, longer rows")])
 def test_every_mesh_trains_as_the_unsharded_model(train, reference, tokenizer_dir, odd_tokenizer_dir, data, fsdp,
                                                   tensor, is_odd, flags):
     tokenizer_dir = odd_tokenizer_dir if is_odd else tokenizer_dir
-    flags = *CHUNKED, *flags, "--num_iterations=4", "--eval_every=4", f"--tokenizer_dir={tokenizer_dir}"
+    flags = "--num_iterations=4", "--eval_every=4", f"--tokenizer_dir={tokenizer_dir}", *flags
     sharded = train(*flags, f"--mesh_fsdp={fsdp}", f"--mesh_tensor={tensor}", devices=data * fsdp * tensor)
     whole = reference(*flags)
     assert_same(sharded, whole)
@@ -74,18 +83,8 @@ def test_every_mesh_trains_as_the_unsharded_model(train, reference, tokenizer_di
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tensor, more", [(1, ()), (2, (
-    "--model_dim=512", "--num_heads=4", "--num_kv_heads=2", *LOWER_RATES[1:], "--warmup_steps=6"))])
-def test_flash_with_windows_grouped_queries_and_recomputation_does_too(train, reference, tokenizer_dir, tensor, more):
-    """At the usual rates, rounding would grow where tensor divides the heads."""
-    flags = *FLASH, *more, f"--tokenizer_dir={tokenizer_dir}"
-    sharded = train(*flags, "--mesh_fsdp=2", f"--mesh_tensor={tensor}", devices=2 * tensor)
-    assert_same(sharded, reference(*flags))
-
-
-@pytest.mark.slow
 def test_gates_are_whole_and_learn_from_what_all_ranks_compute(train, reference, tokenizer_dir):
-    flags = (*CHUNKED, *LOWER_RATES, f"--tokenizer_dir={tokenizer_dir}", "--layer_gates=on", "--num_iterations=3",
+    flags = (*SLOW, f"--tokenizer_dir={tokenizer_dir}", "--layer_gates=on", "--num_iterations=3",
              "--save_every=3", "--num_kv_heads=2", "--value_embeddings=shared")
     sharded = train(*flags, "--mesh_fsdp=2", "--mesh_tensor=2", devices=4)
     whole = reference(*flags)
@@ -95,25 +94,6 @@ def test_gates_are_whole_and_learn_from_what_all_ranks_compute(train, reference,
         average = expected.optimizer_state[f"{name}.momentum"]
         torch.testing.assert_close(found.optimizer_state[f"{name}.momentum"], average,
                                    atol=0.02 * float(average.abs().max()), rtol=0)
-
-
-@pytest.mark.slow
-def test_tensor_takes_logits_without_a_bound_and_several_chunks_of_tokens_and_longer_rows(train, reference,
-                                                                                         tokenizer_dir):
-    """9,216 tokens are two chunks of the loss. Rates are lower still, because they rise with the batch."""
-    flags = (*CHUNKED, f"--tokenizer_dir={tokenizer_dir}", "--softcap=0", "--device_batch_size=288",
-             "--total_batch_size=9216", "--seq_len_ramp=0:16,2:32", "--num_iterations=3", *LOWER_RATES)
-    assert_same(train(*flags, "--mesh_tensor=2", devices=2), reference(*flags))
-
-
-@pytest.mark.slow
-def test_a_checkpoint_says_the_mesh_that_was_taken_and_the_run_goes_on_on_another(train, tokenizer_dir):
-    flags = *CHUNKED, f"--tokenizer_dir={tokenizer_dir}", "--save_every=3"
-    train(*flags, "--num_iterations=3", run="meshes", devices=2)
-    directory = get_base_dir() / "checkpoints" / "meshes"
-    assert load_meta(directory / "step_000003").mesh == {"data": 2, "fsdp": 1, "tensor": 1}
-    train(*flags, "--mesh_fsdp=2", "--mesh_tensor=2", "--num_iterations=6", run="meshes", devices=4)
-    assert load_meta(directory / "step_000006").mesh == {"data": 1, "fsdp": 2, "tensor": 2}
 
 
 @pytest.mark.slow
@@ -129,8 +109,8 @@ def test_steps_that_are_not_finite_are_left_out_by_all_ranks_and_end_the_run(tra
 @pytest.fixture
 def teacher(train, odd_tokenizer_dir):
     """The name of a run whose model is wider than its students; its heads are as many."""
-    train(f"--tokenizer_dir={odd_tokenizer_dir}", "--model_dim=96", "--num_heads=4", "--depth=2", "--save_every=6",
-          "--device_type=cpu", run="teacher")  # where nothing is compiled
+    train(f"--tokenizer_dir={odd_tokenizer_dir}", "--model_dim=96", "--num_heads=4", "--save_every=6",
+          "--device_type=cpu", "--device_batch_size=16", run="teacher")
     return "teacher"
 
 
@@ -163,11 +143,12 @@ def test_a_teacher_whose_weights_the_mesh_cannot_divide_is_refused(tiny, teacher
 
 
 @pytest.mark.slow
-def test_a_checkpoint_goes_on_on_every_other_mesh(train, reference, odd_tokenizer_dir):
-    def on(mesh, *more, **run):
+def test_a_checkpoint_says_its_mesh_and_goes_on_on_every_other_one(train, reference, odd_tokenizer_dir):
+    def on(mesh, **run):
         data, fsdp, tensor = mesh
-        return train(*flags, *more, f"--mesh_fsdp={fsdp}", f"--mesh_tensor={tensor}", devices=data * fsdp * tensor,
-                     **run)
+        found = train(*flags, f"--mesh_fsdp={fsdp}", f"--mesh_tensor={tensor}", devices=data * fsdp * tensor, **run)
+        assert load_meta(latest(found.run_dir)).mesh == {"data": data, "fsdp": fsdp, "tensor": tensor}
+        return found
 
     flags = *CHUNKED, f"--tokenizer_dir={odd_tokenizer_dir}", "--save_every=3"
     mesh = 1, 2, 2

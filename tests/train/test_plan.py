@@ -25,7 +25,8 @@ def test_the_plan_of_the_mission():
                    "--kernel=current", "--no_compile", "--run=NAME")
     assert (plan.total_batch_size, plan.micro_steps, plan.num_iterations) == (524288, 8, 50000)
     assert sum(plan.parameters.values()) == 335_544_320 + 67_108_864 + 32 + 16 * 3 * 1025
-    assert plan_of("--depth=16", world_size=4).micro_steps == 16
+    assert plan_of("--depth=16", world_size=4).micro_steps == 16 and plan.activation_checkpointing == "none"
+    assert plan_of("--activation_checkpointing").activation_checkpointing == "all"
 
 
 def test_the_horizon_is_the_first_of_two_flags():
@@ -92,37 +93,25 @@ def test_a_ramp_that_does_not_fit_other_flags_is_refused(flags, message):
         make_plan(parse_flags(flags), 65536, "tpu", 8)
 
 
-def test_the_rotary_base_is_that_of_the_final_length_and_stays_that_of_the_checkpoint():
-    for length, base in ((1024, 10_000), (4096, 10_000), (8192, 100_000), (32768, 100_000), (65536, 500_000)):
-        assert plan_of(f"--max_seq_len={length}", "--device_batch_size=1").config.rotary_base == base
-    flags = parse_flags(["--max_seq_len=8192", "--device_batch_size=1"])
-    assert make_plan(flags, 65536, "cpu", 8, meta_with(rotary_base=10_000.0)).config.rotary_base == 10_000
-
-
-def test_windows_are_those_of_the_checkpoint_unless_a_flag_says_otherwise():
-    def windows(meta, *flags):
-        return make_plan(parse_flags(["--depth=4", *flags]), 65536, "cpu", 8, meta).config.windows()
-
-    assert windows(None) == [256] * 3 + [None]
-    assert windows(None, "--window_pattern=L") == [None] * 4
-    assert windows(meta_with(window_pattern="L")) == [None] * 4
-    assert windows(meta_with(window_pattern="SL", short_window=512)) == [512, None, 512, None]
-    assert windows(None, "--window_pattern=SSSL") == [256] * 3 + [None]
-
-
-def test_a_resumed_run_keeps_the_model_of_its_checkpoint():
-    config = make_plan(parse_flags([]), 65536, "cpu", 8, meta_with(layer_gates=False, value_embeddings="off")).config
-    assert (config.n_layer, config.layer_gates, config.value_embeddings) == (4, False, "off")
+@pytest.mark.parametrize("flags, saved, expected", [
+    *(([f"--max_seq_len={length}"], None, {"rotary_base": base}) for length, base in (
+        (1024, 10_000), (4096, 10_000), (8192, 100_000), (32768, 100_000), (65536, 500_000))),
+    (["--max_seq_len=8192"], {"rotary_base": 10_000.0}, {"rotary_base": 10_000}),
+    ([], {"layer_gates": False, "value_embeddings": "off", "window_pattern": "SL", "short_window": 512},
+     {"n_layer": 4, "layer_gates": False, "value_embeddings": "off", "windows": [512, None, 512, None]}),
+    ([], {"window_pattern": "L"}, {"windows": [None] * 4}),
+    (["--depth=4"], None, {"windows": [256] * 3 + [None]}),
+    (["--depth=4", "--window_pattern=L"], None, {"windows": [None] * 4})])
+def test_a_model_follows_from_its_flags_and_stays_that_of_the_checkpoint(flags, saved, expected):
+    meta = None if saved is None else meta_with(**saved)
+    config = make_plan(parse_flags(["--device_batch_size=1", *flags]), 65536, "cpu", 8, meta).config
+    assert {name: config.windows() if name == "windows" else getattr(config, name) for name in expected} == expected
 
 
 def meta_with(**config):
     """Returns the Meta of a checkpoint whose model has four layers and these other fields."""
     config = asdict(GPTConfig(n_layer=4, **config))
     return Meta(step=1, config=config, tokenizer_sha256="", data_fingerprint="", flags={}, rng="")
-
-
-def test_dashes_in_flags_are_accepted():
-    assert parse_flags(["--max-seq-len=7", "--no-compile"]).model.max_seq_len == 7
 
 
 def test_a_world_size_that_does_not_divide_is_refused():
@@ -146,11 +135,6 @@ def test_what_no_machine_can_compute_is_refused_in_one_line(flags, message):
     with pytest.raises(BadInput, match=message) as error:
         plan_of(*flags)
     assert "\n" not in str(error.value)
-
-
-def test_activation_checkpointing_without_a_value_means_all():
-    assert plan_of().activation_checkpointing == "none"
-    assert plan_of("--activation_checkpointing").activation_checkpointing == "all"
 
 
 def test_shapes_that_a_kernel_cannot_run_are_refused_before_a_device_is_opened():

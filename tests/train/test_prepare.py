@@ -108,16 +108,10 @@ def test_a_run_on_several_hosts_without_a_mirror_is_refused_before_it_waits_for_
         train_on("xla", Flags(RunFlags(run="a"), RecordFlags()), None)
 
 
-@pytest.mark.parametrize("name", ["a/b", "", ".hidden", "-x", "a b"])
+@pytest.mark.parametrize("name", ["a/b", "", ".hidden", "-x", "a b", "a" * 201, "é" * 101])
 def test_a_run_needs_a_name_that_can_be_a_folder(name):
-    with pytest.raises(BadInput, match=f"--run={name}.*letters"):
+    with pytest.raises(BadInput, match=f"--run={name[:40]}.*at most 200 bytes, letters"):
         run_directory(SimpleNamespace(run=RunFlags(run=name)))
-
-
-def test_the_name_of_a_run_fits_a_folder():
-    for name in ("a" * 201, "é" * 101):
-        with pytest.raises(BadInput, match=f"--run={name[:40]}.*at most 200 bytes"):
-            run_directory(SimpleNamespace(run=RunFlags(run=name)))
     assert run_directory(SimpleNamespace(run=RunFlags(run="a" * 200))).name == "a" * 200
 
 

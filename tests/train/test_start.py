@@ -1,5 +1,4 @@
 """Runs that begin with another run's checkpoint."""
-import json
 import re
 import shutil
 from dataclasses import asdict, replace
@@ -44,14 +43,6 @@ def first(trained):
     return trained
 
 
-def resume_without(other, run, step):
-    """Lets a run resume after `step`, without the run that it began with."""
-    run_dir = get_base_dir() / "checkpoints" / run
-    on_disk.set_aside_after(run_dir, step)
-    (run_dir / ".finished").unlink()
-    shutil.rmtree(get_base_dir() / "checkpoints" / other)
-
-
 def test_a_run_that_begins_with_weights_has_them_and_resumes_without_their_run(train, first, tiny, corpus_dir,
                                                                                tmp_path):
     """On this machine, and on a new one, which has only the mirror."""
@@ -66,7 +57,9 @@ def test_a_run_that_begins_with_weights_has_them_and_resumes_without_their_run(t
     saved = replace(load_meta(on_disk.latest(process.run_dir)), flags=task.flags.as_dict())
     assert as_begun(third, saved).start == task.flags.start
     assert process.bpb[0] == first.bpb[8] and sorted(process.losses) == [1, 2, 3, 4, 5, 6]
-    resume_without("first", "second", 3)
+    on_disk.set_aside_after(process.run_dir, 3)
+    (process.run_dir / ".finished").unlink()
+    shutil.rmtree(get_base_dir() / "checkpoints/first")
     resumed = train(*flags, run="second", devices=2)
     assert "step_000003" in resumed.stdout and resumed.losses == process.losses and resumed.bpb == process.bpb
     meta = load_meta(on_disk.latest(process.run_dir))
@@ -96,7 +89,8 @@ def test_the_rates_of_a_run_that_begins_with_weights_do_not_depend_on_its_length
 
 
 def test_fifty_steps_with_the_usual_rates_unlearn_nothing_of_trained_weights_of_the_llama_family(train):
-    flags = *LLAMA, "--device_type=cpu", "--num_iterations=50", "--eval_every=50", "--save_every=50"
+    flags = (*LLAMA, "--device_type=cpu", "--device_batch_size=16", "--num_iterations=50", "--eval_every=50",
+             "--save_every=50")
     begun = train(*flags, "--lr_scale=10", run="begun")
     assert begun.bpb[50] < 0.7 * begun.bpb[0]
     further = train(*flags, "--init_from=begun", run="further")
@@ -129,42 +123,6 @@ def test_a_start_that_cannot_be_is_refused_in_one_line(train, first, tiny, tmp_p
     assert "is damaged" in refusal("--init_from=first")
 
 
-@pytest.fixture
-def imported(first):
-    """The checkpoint of that run, as an import would make it."""
-    path = get_base_dir() / "checkpoints/first/step_000008"
-    meta = json.loads((path / on_disk.META).read_text())
-    (path / on_disk.META).write_text(json.dumps(meta | {"flags": {}, "rng": "", "source": make_source()}))
-    (path / on_disk.SOURCE).write_bytes(b"a zip")
-    (path / on_disk.OPTIMIZER).unlink()
-    files = [path / name for name in (on_disk.MODEL, on_disk.META, on_disk.SOURCE)]
-    (path / on_disk.SUMS).write_text(on_disk.sums_text(files))
-    return path
-
-
-def test_what_came_with_imported_weights_is_in_every_checkpoint_that_begins_with_them(train, imported):
-    def require_source(path):
-        assert load_meta(path).source == make_source()
-        assert (path / on_disk.SOURCE).read_bytes() == b"a zip" and on_disk.find_problem(path) is None
-
-    path = on_disk.latest(train("--init_from=first", "--save_every=3", run="second").run_dir)
-    require_source(path)
-    resume_without("first", "second", 3)
-    resumed = train("--init_from=first", "--save_every=3", run="second")
-    assert "resuming from" in resumed.stdout
-    require_source(path)
-
-
-def test_an_imported_model_has_only_weights_to_begin_with(imported, tiny):
-    flags = parse_flags(last_of_each("--run=second", *tiny, "--init_from=first"))
-    task = make_task(flags, "cpu", 1, run_directory(flags))
-    assert task.start.load()[1] is None and task.plan.start.earlier_steps == 0
-    assert task.start.describe().endswith("weights of first/step_000008")
-    flags = parse_flags(last_of_each("--run=first", *tiny))
-    with pytest.raises(BadInput, match="holds only weights.*--init_from=first"):
-        make_task(flags, "cpu", 1, run_directory(flags), imported)
-
-
 # Flags of `tiny` that imported weights bring, or that are for the other model
 WITHOUT = ("depth", "model_dim", "num_heads", "max_seq_len", "tokenizer_dir", "matrix_lr", "embedding_lr",
            "unembedding_lr", "scalar_lr")
@@ -183,29 +141,47 @@ def hub_model(tmp_path):
         source=zipped(files_of(*qwen())))
 
 
-def test_a_run_that_begins_with_imported_weights_has_their_tokenizer_and_resumes_with_it(train, hub_model, tiny,
-                                                                                         tmp_path):
+def test_what_came_with_imported_weights_stays_with_a_run_that_begins_with_them(train, hub_model, tiny, tmp_path):
     """On this machine, whose command need not repeat the start, and on a new one, which has only the mirror."""
-    tokenizer = load_tokenizer(checkpoint=hub_model)
+    tokenizer, files = load_tokenizer(checkpoint=hub_model), (hub_model / on_disk.SOURCE).read_bytes()
+
+    def require_source(path):
+        meta = load_meta(path)
+        assert meta.source == make_source(model="some/coder") and meta.tokenizer_sha256 == tokenizer.sha256
+        assert (path / on_disk.SOURCE).read_bytes() == files and on_disk.find_problem(path) is None
+
     mirror = f"--checkpoint_mirror={tmp_path}/mirror"
-    flags = [f"--init_from={hub_model}", "--save_every=3", "--max_seq_len=64", mirror]
+    flags = [f"--init_from={hub_model}", "--save_every=3", "--max_seq_len=64", "--device_type=cpu", mirror]
     process = train(*flags, run="second", without=WITHOUT)
     assert f"{tokenizer.n_vocab} tokens, sha256 {tokenizer.sha256[:12]}; some texts do not come back" in process.stdout
-    assert load_meta(on_disk.latest(process.run_dir)).tokenizer_sha256 == tokenizer.sha256
+    saved = on_disk.latest(process.run_dir)
+    require_source(saved)
     shape = [flag for flag in tiny if flag.partition("=")[0].removeprefix("--") not in WITHOUT]
     preflight = with_start(parse_flags(["--run=third", *shape, f"--init_from={hub_model}"]))
     assert run_tokenizer(preflight).sha256 == tokenizer.sha256
     shutil.rmtree(hub_model)
     on_disk.set_aside_after(process.run_dir, 3)
     (process.run_dir / ".finished").unlink()
-    resumed = train("--save_every=3", run="second", without=WITHOUT)
+    resumed = train("--save_every=3", "--device_type=cpu", run="second", without=WITHOUT)
     assert "step_000003" in resumed.stdout and resumed.losses == process.losses
+    require_source(saved)
     shutil.rmtree(get_base_dir())
     shutil.rmtree(tmp_path / "mirror/second/step_000006")
     resumed = train(*flags, run="second", without=WITHOUT)
     assert "step_000003" in resumed.stdout and resumed.losses == process.losses
-    _, loaded, _ = load_model(on_disk.latest(process.run_dir), Dist("cpu", torch.device("cpu")))
+    require_source(saved)
+    _, loaded, _ = load_model(saved, Dist("cpu", torch.device("cpu")))
     assert loaded.sha256 == tokenizer.sha256
+
+
+def test_an_imported_model_has_only_weights_to_begin_with(hub_model, tiny):
+    shape = [flag for flag in tiny if flag.partition("=")[0].removeprefix("--") not in WITHOUT]
+    flags = parse_flags(["--run=second", *shape, f"--init_from={hub_model}"])
+    task = make_task(flags, "cpu", 1, run_directory(flags))
+    assert task.start.load()[1] is None and task.plan.start.earlier_steps == 0
+    assert task.start.describe().endswith("weights of imported/step_000000")
+    with pytest.raises(BadInput, match="holds only weights.*--init_from=imported"):
+        make_task(parse_flags(["--run=imported", *shape]), "cpu", 1, hub_model.parent, hub_model)
 
 
 def test_a_run_that_gives_tokens_the_meaning_of_gaps_says_so(tiny, tmp_path):

@@ -13,7 +13,7 @@ from tests.conftest import LLAMA, last_of_each
 @pytest.fixture
 def teacher(train):
     """The name of a run of six steps, whose model is wider than its students."""
-    train("--model_dim=128", "--save_every=6", "--device_type=cpu", run="teacher")  # where nothing is compiled
+    train("--model_dim=128", "--save_every=6", "--device_type=cpu", "--device_batch_size=16", run="teacher")
     return "teacher"
 
 
