@@ -119,30 +119,38 @@ def uploaders_end():
             assert not thread.is_alive(), "finish the Uploader of this test"
 
 
+def save_byte_tokenizer(path, *merged):
+    """Saves a tokenizer of the 256 bytes, these longer tokens, and the special ones, and returns the path."""
+    from nanochat.data.tokenizer import Tokenizer
+    from nanochat.data.tokenizer_files import SPECIAL_TOKENS
+    ranks = {token: rank for rank, token in enumerate([*(bytes([byte]) for byte in range(256)), *merged])}
+    Tokenizer(ranks, r"[^\n]+|\n", {name: len(ranks) + i for i, name in enumerate(SPECIAL_TOKENS)}).save(path)
+    return path
+
+
+def write_headers(folder, parts, **options):
+    """Writes headers that pyarrow installs as parquet shards, {name: which of them}, and returns the folder."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+    texts = [path.read_text() for path in sorted(Path(pa.get_include()).glob("arrow/**/*.h"))]
+    for name, part in parts.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        pq.write_table(pa.table({"text": texts[part]}), folder / f"{name}.parquet", row_group_size=8,
+                       compression="zstd", **options)
+    return folder
+
+
 @pytest.fixture(scope="session")
 def byte_tokenizer_dir(tmp_path_factory):
     """A tokenizer of the 256 bytes and the special tokens: models with it are small."""
-    from nanochat.data.tokenizer import Tokenizer
-    from nanochat.data.tokenizer_files import SPECIAL_TOKENS
-    path = tmp_path_factory.mktemp("byte_tokenizer")
-    ranks = {bytes([byte]): byte for byte in range(256)}
-    Tokenizer(ranks, r"[^\n]+|\n", {name: 256 + i for i, name in enumerate(SPECIAL_TOKENS)}).save(path)
-    return path
+    return save_byte_tokenizer(tmp_path_factory.mktemp("byte_tokenizer"))
 
 
 @pytest.fixture(scope="session")
 def corpus_dir(tmp_path_factory):
-    """Parquet shards of real C++ (headers that pyarrow installs): `train/` with two files, `val/` with one."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-    path = tmp_path_factory.mktemp("corpus")
-    headers = sorted(Path(pa.get_include()).glob("arrow/**/*.h"))
-    texts = [header.read_text() for header in headers]
-    for name, part in (("train/shard_00000", texts[:30]), ("train/shard_00001", texts[30:60]),
-                       ("val/shard_00000", texts[60:70])):
-        (path / name).parent.mkdir(exist_ok=True)
-        pq.write_table(pa.table({"text": part}), path / f"{name}.parquet", row_group_size=8, compression="zstd")
-    return path
+    """Parquet shards of real C++: `train/` with two files, `val/` with one."""
+    return write_headers(tmp_path_factory.mktemp("corpus"), {
+        "train/shard_00000": slice(30), "train/shard_00001": slice(30, 60), "val/shard_00000": slice(60, 70)})
 
 
 @pytest.fixture(scope="session")

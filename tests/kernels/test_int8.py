@@ -22,7 +22,7 @@ from nanochat.train.language import NEXT_TOKEN
 from nanochat.train.step import TrainingStep
 
 # 4 × 64 tokens and heads of 128 suit the Pallas kernels, too.
-CONFIG = GPTConfig(n_layer=3, n_embd=128, n_head=1, n_kv_head=1, vocab_size=64, max_seq_len=64)
+CONFIG = GPTConfig(n_layer=2, n_embd=128, n_head=1, n_kv_head=1, vocab_size=64, max_seq_len=64)
 CAP = LogitCap(15.0)
 
 
@@ -107,8 +107,8 @@ def by_definition(products):
 
 
 @pytest.mark.parametrize("kernel, accelerator, recompute", [
-    ("chunked", "", "none"), ("chunked", "", "all"), ("flash", "v5litepod-8", "none"), ("flash", "v6e-4", "none"),
-    ("flash", "v6e-4", "all")])
+    ("chunked", "", "none"), ("chunked", "", "all"), ("flash", "v5litepod-8", "none"),
+    pytest.param("flash", "v6e-4", "none", marks=pytest.mark.slow), ("flash", "v6e-4", "all")])
 def test_the_layer_by_hand_is_the_definition(monkeypatch, kernel, accelerator, recompute):
     monkeypatch.setenv("TPU_ACCELERATOR_TYPE", accelerator)
     # Before the CPU's: autograd starts its threads once, for the devices that exist, and XLA's come later.
@@ -175,10 +175,13 @@ def loss_and_gradients(mean_loss, device, dtype=torch.float32, scales=1.0, num_t
     return [x.cpu() for x in (loss, hidden.grad, head.main_grad if head.grad is None else head.grad)]
 
 
-@pytest.mark.parametrize("num_tokens", [96, 95, 1])  # in two chunks, in unequal ones, in one
-def test_the_loss_is_exact_of_rounded_logits_and_its_gradients_are_near_those_in_fp64(num_tokens):
-    mean_loss = get_kernels("current", "cpu", products="int8").mean_loss
-    loss, *gradients = loss_and_gradients(mean_loss, "cpu", num_tokens=num_tokens)
+@pytest.mark.parametrize("kernel, device_type, num_tokens", [
+    *(("current", "cpu", tokens) for tokens in (96, 95, 1)),  # in two chunks, in unequal ones, in one
+    ("chunked", "xla", 96), ("current", "xla", 96)])
+def test_the_loss_is_exact_of_rounded_logits_and_its_gradients_are_near_those_in_fp64(kernel, device_type, num_tokens):
+    mean_loss = get_kernels(kernel, device_type, products="int8").mean_loss
+    device = "cpu" if device_type == "cpu" else torch_xla.device()
+    loss, *gradients = loss_and_gradients(mean_loss, device, num_tokens=num_tokens)
     exact_loss, *exact = loss_and_gradients(full_mean_loss, "cpu", torch.float64, num_tokens=num_tokens)
 
     def of_rounded(hidden, head, *others):
@@ -214,16 +217,6 @@ def test_the_heads_gradient_is_as_good_in_four_chunks_as_in_one(device):
         gradients.append((head.main_grad if head.grad is None else head.grad).cpu())
     exact, found = gradients
     assert (found - exact).norm() < 0.08 * exact.norm()
-
-
-@pytest.mark.parametrize("kernel", ["chunked", "current"])
-def test_the_loss_on_xla_is_that_of_the_reference(kernel):
-    found = loss_and_gradients(get_kernels(kernel, "xla", products="int8").mean_loss, torch_xla.device())
-    expected = loss_and_gradients(get_kernels("chunked", "cpu", products="int8").mean_loss, "cpu")
-    assert found[0].item() == pytest.approx(expected[0].item(), rel=1e-6)
-    for name, tensor, reference in zip(("hidden", "head"), found[1:], expected[1:], strict=True):
-        # Exponentials have other last bits, so some numbers are dithered the other way.
-        assert (tensor - reference).norm() < 0.05 * reference.norm(), name
 
 
 @pytest.mark.parametrize("device", ["cpu", "xla"])

@@ -1,5 +1,6 @@
 """Checks of a chip with a fault in the program, as functions of a Setting."""
 import time
+from functools import partial
 
 import torch
 
@@ -45,19 +46,15 @@ def begin_hanging():
     begin_with(hang)
 
 
-def failing_collectives(setting):
-    chip.begin_with_parent = begin_failing
+def collectives_after(begin, setting):
+    """chip.collectives, whose ranks begin with this function."""
+    chip.begin_with_parent = begin
     return chip.collectives(setting)
 
 
-def dropping_collectives(setting):
-    chip.begin_with_parent = begin_dropping
-    return chip.collectives(setting)
-
-
-def hanging_collectives(setting):
-    chip.begin_with_parent = begin_hanging
-    return chip.collectives(setting)
+failing_collectives = partial(collectives_after, begin_failing)
+dropping_collectives = partial(collectives_after, begin_dropping)
+hanging_collectives = partial(collectives_after, begin_hanging)
 
 
 def kernels_with_wrong_sign(setting):

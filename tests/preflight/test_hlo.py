@@ -65,10 +65,14 @@ ENTRY %main (Arg_0: f32[8,1024,1024]) -> f32[] {
 '''
 
 
-def test_bodies_of_loops_count_as_often_as_they_run_nested_ones_too():
-    ops = {op.instruction.name: op for op in ops_of(hlo.parse(PROGRAM))}
-    assert ops["copy.1"].times == 1 and ops["fusion.1"].times == 8 and ops["twice"].times == 24
-    assert sum(op.times * op.cycles for op in ops.values()) == 1000 + 8 * 100 + 24 * 5
+def test_bodies_of_loops_count_as_often_as_they_run_nested_ones_and_collectives_too():
+    ops = ops_of(hlo.parse(PROGRAM))
+    by_name = {op.instruction.name: op for op in ops}
+    assert [by_name[name].times for name in ("copy.1", "fusion.1", "twice")] == [1, 8, 24]
+    assert sum(op.times * op.cycles for op in ops) == 1000 + 8 * 100 + 24 * 5
+    assert count_collectives(ops, chips=8) == {"all-reduce": [8, 8 * 4 * 1024 * 1024, 0]}
+    # An instruction that spans lines, one of which begins with a brace
+    assert by_name["twice"].instruction.source == "nanochat/model/gpt.py:7 aten__add"
 
 
 BRANCHES = """
@@ -96,12 +100,6 @@ def test_branches_count_by_their_shares(chosen_by, shares, short, long):
     program = PROGRAM.replace("%body (s:", BRANCHES.lstrip(), 1).replace("  %while.1 =", conditional, 1)
     ops = {op.instruction.name: op for op in ops_of(hlo.parse(program), shares)}
     assert (ops["short.1"].times, ops["long.1"].times) == (short, long)
-
-
-def test_an_instruction_may_span_lines_that_begin_with_a_brace():
-    ops = {op.instruction.name: op for op in ops_of(hlo.parse(PROGRAM))}
-    assert ops["twice"].instruction.source == "nanochat/model/gpt.py:7 aten__add"
-    assert ops["twice"].cycles == 5
 
 
 def test_of_a_stack_that_a_loop_takes_slices_of_the_slice_counts_and_vmem_does_not():
@@ -133,10 +131,6 @@ ENTRY %main (a: s8[16,64,128], b: s32[]) -> s8[1,64,128] {
 }
 '''))
     assert op.hbm_bytes == 2 * 64 * 128 + 4  # read and written; the index
-
-
-def test_collectives_in_loops_count_as_often_as_they_run():
-    assert count_collectives(ops_of(hlo.parse(PROGRAM)), chips=8) == {"all-reduce": [8, 8 * 4 * 1024 * 1024, 0]}
 
 
 OVERLAPPED = '''HloModule IrToHlo.2, is_scheduled=true, entry_computation_layout={(bf16[1,8,128]{2,1,0})->bf16[2,8,128]{2,1,0}}

@@ -1,14 +1,11 @@
 """Checks that source lines of every file that computes reach the preflight's table of operations."""
 import re
-import traceback
 
 import pytest
 
-from nanochat.common import BadInput
-from nanochat.device import tpu
 from nanochat.preflight import hlo
 from nanochat.preflight.compiler_process import with_source_lines
-from nanochat.preflight.hlo import LINE_IN_TRACEBACK, REPOSITORY
+from nanochat.preflight.hlo import REPOSITORY
 
 FOLDERS = ("train", "kernels", "model")
 FILES = sorted(str(path.relative_to(REPOSITORY)) for path in [
@@ -30,25 +27,11 @@ MLIR = '''
 '''
 
 
-def source_in_the_table(name):
-    """The `source` of a compiled operation that has this name."""
-    module = hlo.parse('ENTRY %main (a: f32[8]) -> f32[8] {\n  %a = f32[8]{0} parameter(0)\n'
-                       f'  ROOT %sum = f32[8]{{0}} add(%a, %a), metadata={{op_name="{name}"}}\n}}\n')
-    return module.computations["main"]["sum"].source
-
-
 @pytest.mark.parametrize("path", FILES)
 def test_the_innermost_line_of_this_repository_names_an_operation(path):
     names = re.findall(r'loc\("([^"]*)"\(', with_source_lines(MLIR.format(repository=REPOSITORY, path=path)))
     assert names == [f"{path}:7 aten__mm", f"{path}:12 backward aten__mul", "aten__add"]
-    assert [source_in_the_table(name) for name in names] == names
-
-
-def test_lines_are_found_in_the_call_stacks_of_python():
-    try:
-        tpu.parse_accelerator("none")
-    except BadInput:
-        stack = traceback.format_exc()
-    (path, number), = LINE_IN_TRACEBACK.findall(stack)  # this file is not among those that compute
-    assert path == "nanochat/device/tpu.py"
-    assert "raise BadInput" in (REPOSITORY / path).read_text().splitlines()[int(number) - 1]
+    for name in names:  # as a compiled operation has it
+        module = hlo.parse('ENTRY %main (a: f32[8]) -> f32[8] {\n'
+                           f'  ROOT %sum = f32[8]{{0}} add(%a, %a), metadata={{op_name="{name}"}}\n}}\n')
+        assert module.computations["main"]["sum"].source == name

@@ -24,27 +24,11 @@ import time
 from pathlib import Path
 
 from nanochat.common import ArgumentParser
+from tests.conftest import save_byte_tokenizer, write_headers
 from tests.run.life import Life, rank_process
 
 TIMEOUT_S = 300
 DISK_BYTES = 32 * 2**20
-
-
-def make_data(directory):
-    """Headers that pyarrow installs, in shards of small row groups, and a tokenizer of bytes."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    from nanochat.data.tokenizer import Tokenizer
-    from nanochat.data.tokenizer_files import SPECIAL_TOKENS
-    texts = [path.read_text() for path in sorted(Path(pa.get_include()).glob("arrow/**/*.h"))[:60]]
-    for name, part in (("train/shard_00000", texts[:50]), ("val/shard_00000", texts[50:])):
-        (directory / name).parent.mkdir()
-        pq.write_table(pa.table({"text": part}), directory / f"{name}.parquet", row_group_size=8, compression="zstd",
-                       write_page_checksum=True)
-    (directory / "tokenizer").mkdir()
-    Tokenizer({bytes([byte]): byte for byte in range(256)}, r"[^\n]+|\n",
-              {name: 256 + i for i, name in enumerate(SPECIAL_TOKENS)}).save(directory / "tokenizer")
 
 
 class Trainer(Life):
@@ -168,10 +152,10 @@ def run(seed, interruptions, devices, steps, every, directory, report=print):
     """Returns {fault: how often it was survived}; AssertionError or TimeoutError if one was not."""
     random.seed(seed)
     data, quiet_dir, base_dir = directory / "data", directory / "quiet", directory / "chaos"
-    data.mkdir()
     base_dir.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", base_dir], check=True)
-    make_data(data)
+    write_headers(data, {"train/shard_00000": slice(50), "val/shard_00000": slice(50, 60)}, write_page_checksum=True)
+    save_byte_tokenizer(data / "tokenizer")
     quiet = Trainer(quiet_dir, data, steps, devices, every)
     survived, faults = collections.Counter(), []
 

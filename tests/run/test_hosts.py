@@ -36,19 +36,21 @@ def test_an_answer_that_breaks_off_is_none(monkeypatch):
         assert hosts.metadata("preempted") == ""
 
 
-def test_a_tpu_with_one_host_and_every_other_machine_is_alone(monkeypatch):
-    assert this_host("xla") is this_host("cpu") is this_host("cuda") is None
-    monkeypatch.setenv("TPU_ACCELERATOR_TYPE", "v5litepod-8")
-    monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "localhost")
-    assert this_host("tpu") is None
+OWN = {"NANOCHAT_HOSTS": "a, b", "NANOCHAT_HOST_INDEX": "1", "NANOCHAT_HOST_NAME": "me", "NANOCHAT_POD_PORT": "99"}
 
 
-def test_the_variables_of_the_tpu_say_which_host_this_is(monkeypatch):
-    monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "10.0.0.1,10.0.0.2,10.0.0.3,10.0.0.4")
-    monkeypatch.setenv("TPU_WORKER_ID", "2")
-    host = this_host("tpu")
-    assert host == Host(2, ("10.0.0.1", "10.0.0.2", "10.0.0.3", "10.0.0.4"), "vm", PORT)
-    assert host.count == 4 and not host.is_first
+@pytest.mark.parametrize("device_type, variables, expected", [
+    ("xla", {}, None), ("cpu", {}, None), ("cuda", {}, None),
+    ("tpu", {"TPU_ACCELERATOR_TYPE": "v5litepod-8", "TPU_WORKER_HOSTNAMES": "localhost"}, None),
+    ("tpu", {"TPU_WORKER_HOSTNAMES": "10.0.0.1,10.0.0.2,10.0.0.3,10.0.0.4", "TPU_WORKER_ID": "2"},
+     Host(2, ("10.0.0.1", "10.0.0.2", "10.0.0.3", "10.0.0.4"), "vm", PORT)),
+    # Those for tests and users come first.
+    ("tpu", {"TPU_WORKER_HOSTNAMES": "localhost"} | OWN, Host(1, ("a", "b"), "me", 99)),
+    ("xla", OWN, Host(1, ("a", "b"), "me", 99))])
+def test_variables_say_which_host_this_is_if_there_are_several(monkeypatch, device_type, variables, expected):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert this_host(device_type) == expected
 
 
 def test_the_metadata_server_says_which_host_this_is(metadata, monkeypatch):
@@ -58,12 +60,6 @@ def test_the_metadata_server_says_which_host_this_is(metadata, monkeypatch):
     assert this_host("tpu") == expected
     monkeypatch.delenv("TPU_ACCELERATOR_TYPE")  # the PCI bus shows this host's chips only
     assert this_host("tpu") == expected
-
-
-def test_variables_for_tests_and_users_come_first(monkeypatch):
-    for name, value in (("HOSTS", "a, b"), ("HOST_INDEX", "1"), ("HOST_NAME", "me"), ("POD_PORT", "99")):
-        monkeypatch.setenv(f"NANOCHAT_{name}", value)
-    assert this_host("tpu") == this_host("xla") == Host(1, ("a", "b"), "me", 99)
 
 
 @pytest.mark.parametrize("variables, words", [

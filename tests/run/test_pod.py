@@ -37,23 +37,18 @@ def test_all_hosts_hear_what_each_says():
                 == [[[0, number], [1, number], [2, number]]] * 3
 
 
-@pytest.mark.parametrize("status", [0, EXIT_STATUS])
-def test_all_hosts_end_with_the_status_of_the_first(status):
-    with joined_pods(3) as pods:
-        assert on_all(pods, lambda pod: pod.end(status if pod.host.is_first else 0)) == [status] * 3
-        assert not any(pod.failure for pod in pods)
-
-
-def test_a_host_that_hears_the_end_late_ends_well(monkeypatch):
+@pytest.mark.parametrize("status, late_s", [(0, 0.1), (EXIT_STATUS, 0)])
+def test_all_hosts_end_with_the_status_of_the_first_also_those_that_hear_it_late(monkeypatch, status, late_s):
     tell = Pod._tell
 
     def tell_late(pod, index, message):
-        time.sleep(0.1)
+        time.sleep(late_s)
         tell(pod, index, message)
 
     with joined_pods(3) as pods:
         monkeypatch.setattr(Pod, "_tell", tell_late)
-        assert on_all(pods, lambda pod: (pod.end(0), pod.close())) == [(0, None)] * 3
+        assert on_all(pods, lambda pod: (pod.end(status if pod.host.is_first else 0), pod.close())) == \
+            [(status, None)] * 3
         assert not any(pod.failure for pod in pods)
 
 

@@ -60,17 +60,20 @@ assert {signal.SIGINT, signal.SIGTERM, signal.SIGHUP} <= blocked, blocked
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR2, signal.SIGTERM])
 def test_each_signal_asks_for_a_stop_and_one_that_is_ignored_stays_ignored(tmp_path, number):
     code = """
-import os, signal, sys, time
+import os, signal, sys, threading
+from nanochat.run import stopping
 from nanochat.run.agreement import Requests
-from nanochat.run.stopping import stop_on_signal_to_rank, stop_on_signals
 requests = Requests(sys.argv[1], create=True)
-if len(sys.argv) == 4:
+has_said = threading.Event()
+stopping.say = lambda line: (print(line, flush=True), has_said.set())
+is_ignored = len(sys.argv) == 4
+if is_ignored:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
-stop_on_signals(requests)
-if len(sys.argv) == 4 and os.fork() == 0:
-    stop_on_signal_to_rank(requests)  # the child is a rank, and prints its line, too
+stopping.stop_on_signals(requests)
+if is_ignored and os.fork() == 0:
+    stopping.stop_on_signal_to_rank(requests)  # the child is a rank, and prints its line, too
 os.kill(os.getpid(), int(sys.argv[2]))
-time.sleep(2)  # until the thread that takes signals has said it
+has_said.wait(1 if is_ignored else 60)
 os.write(1, b"%d\\n" % requests.times_asked)  # in one piece, because two processes write it
 """
     command = [sys.executable, "-c", code, tmp_path / "requests", str(int(number))]

@@ -9,10 +9,8 @@ from nanochat.checkpoint.meta import load_meta
 from nanochat.checkpoint.on_disk import latest, set_aside_after
 from nanochat.checkpoint.pieces import load_checkpoint
 from nanochat.common import BadInput
-from nanochat.data.tokenizer import Tokenizer
-from nanochat.data.tokenizer_files import SPECIAL_TOKENS
 from scripts.base_train import main
-from tests.conftest import LLAMA, last_of_each
+from tests.conftest import LLAMA, last_of_each, save_byte_tokenizer
 
 CHUNKED = ("--kernel=chunked", "--log_every=1", "--num_heads=4", "--depth=3")
 FLASH = ("--kernel=flash", "--log_every=1", "--depth=2", "--model_dim=256", "--num_heads=2", "--num_kv_heads=1",
@@ -32,22 +30,16 @@ def norms(run):
     return [record["grad_norm"] for record in run.records if "loss" in record]
 
 
-def save_tokenizer(path, *merged):
-    ranks = {token: rank for rank, token in enumerate([*(bytes([byte]) for byte in range(256)), *merged])}
-    Tokenizer(ranks, r"[^\n]+|\n", {name: len(ranks) + i for i, name in enumerate(SPECIAL_TOKENS)}).save(path)
-    return path
-
-
 @pytest.fixture(scope="module")
 def tokenizer_dir(tmp_path_factory):
     """Its 272 tokens can be divided among 8 ranks."""
-    return save_tokenizer(tmp_path_factory.mktemp("tokenizer"), b"  ", b"//")
+    return save_byte_tokenizer(tmp_path_factory.mktemp("tokenizer"), b"  ", b"//")
 
 
 @pytest.fixture(scope="module")
 def odd_tokenizer_dir(tmp_path_factory):
     """No mesh divides its 271 tokens."""
-    return save_tokenizer(tmp_path_factory.mktemp("odd"), b"  ")
+    return save_byte_tokenizer(tmp_path_factory.mktemp("odd"), b"  ")
 
 
 @pytest.mark.slow

@@ -44,16 +44,12 @@ def save_in(directory, step):
     return save(directory, step)
 
 
-def test_a_new_run_has_a_folder_in_which_its_ranks_find_each_other(base_dir):
-    (base_dir / "checkpoints/a").mkdir(parents=True)
-    run = prepared()
-    assert run.directory == base_dir / "checkpoints" / "a"
-    assert run.checkpoint is run.finished_step is run.mirror is None and run.hosts == 1 and not run.task.checkpoint
-    assert run.requests_file.exists() and run.heartbeats_file.exists()
-
-
-def test_a_run_resumes_from_its_newest_checkpoint_and_has_finished_with_its_mark_only(base_dir, capsys):
+def test_a_run_resumes_from_its_newest_checkpoint_and_has_finished_with_its_mark_only(base_dir):
     directory = base_dir / "checkpoints" / "a"
+    directory.mkdir(parents=True)
+    run = prepared()
+    assert run.directory == directory and run.requests_file.exists() and run.heartbeats_file.exists()
+    assert run.checkpoint is run.finished_step is run.mirror is None and not run.task.checkpoint
     for step in (2, 5):
         save_in(directory, step)
     run = prepared(steps=9)

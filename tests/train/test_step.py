@@ -68,7 +68,9 @@ def test_the_state_is_all_that_stays_and_comes_back_from_the_host(training):
     assert {name: tensor.nbytes for name, tensor in weights.items()} == weights_bytes
     assert {name: tensor.nbytes for name, tensor in state.items()} == state_bytes
     assert training.host_state({"carry.seen"})[1].keys() == {"carry.seen"}
+    before = {name: tensor.clone() for name, tensor in (weights | state).items()}
     training.run(batches(1), training.optimizer.scheduled(1))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in (weights | state).items())
     training.load_state(state)
     assert training.carry["seen"].tolist() == [1, 1, 1]
     assert torch.equal(training.optimizer.state["slope.momentum"], state["slope.momentum"])
