@@ -3,7 +3,7 @@
 The forward pass keeps 9 widths per token and layer for the backward pass. It reads some of them from their stack, so
 that the matrix product that makes them writes there directly; otherwise XLA would copy them. RMSNorm multiplies the
 vector of each token by a number s, and norm(x) W = s (x W), so no normalised copy of x is made.
-tests/kernels/test_layer_loop.py compares all of it with the definition.
+tests/model/test_gpt.py compares all of it with the definition.
 """
 from collections.abc import Callable
 from dataclasses import dataclass

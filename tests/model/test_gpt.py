@@ -1,6 +1,6 @@
 """The model against an independent reference, and itself on every kernel."""
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -10,6 +10,9 @@ import torch_xla
 from nanochat.common import BadInput
 from nanochat.infer.quantize import Int8GPT
 from nanochat.kernels.choose import get_kernels
+from nanochat.kernels.gpt_layer import How, layer_for_loop
+from nanochat.kernels.sharded import Sharding
+from nanochat.kernels.xla import PYTORCH_ATTENTION
 from nanochat.model.config import GPTConfig
 from nanochat.model.gpt import GPT
 from nanochat.model.layers import IGNORE_INDEX, LayerOptions
@@ -113,8 +116,8 @@ MODELS = (15.0, "off"), (0.0, "shared"), (15.0, "shared")
 
 @pytest.mark.parametrize("kernel, device_type, activation_checkpointing, softcap, values", [
     *((*kernel, "all", *MODELS[at % 3]) for at, kernel in enumerate(KERNELS)),
-    *(pytest.param(*kernel, "none", *model, marks=[pytest.mark.slow] if at > 2 or (at + of_model) % 3 else [])
-      for at, kernel in enumerate(KERNELS) for of_model, model in enumerate(MODELS))])
+    *(pytest.param(*kernel, "none", *model, marks=[pytest.mark.slow] if at > 2 else [])
+      for at, kernel in enumerate(KERNELS) for model in MODELS)])
 def test_every_kernel_gives_the_same_losses_and_gradients(kernel, activation_checkpointing, device_type, softcap,
                                                           values):
     config = GPTConfig(vocab_size=61, max_seq_len=12, n_layer=3, n_embd=256, n_head=2, n_kv_head=1,
@@ -148,12 +151,13 @@ class MoreOptions(LayerOptions):
     novelty: bool = False
 
 
-def test_a_layer_that_flash_does_not_know_by_hand_has_the_same_gradients():
+@pytest.mark.parametrize("kernel", ["chunked", "flash"])
+def test_a_layer_that_no_kernel_knows_by_hand_has_the_same_gradients(kernel):
     config = GPTConfig(vocab_size=61, max_seq_len=12, n_layer=3, n_embd=256, n_head=2, n_kv_head=1,
                        window_pattern="SL", layer_gates=True, **SHARED)
     reference, ids = build(config), some_ids(config)
     reference(ids, ids, reduction="mean").backward()
-    model = build(config, "flash", "xla").to(torch_xla.device())
+    model = build(config, kernel, "xla").to(torch_xla.device())
     model.options = MoreOptions(config.head_dim, layer_gates=True, key_shift=True, novelty=True)
     model.create_main_grads()
     ids = ids.to(torch_xla.device())
@@ -163,6 +167,11 @@ def test_a_layer_that_flash_does_not_know_by_hand_has_the_same_gradients():
         assert_close(p.main_grad.cpu(), expected.grad, name)
     with pytest.raises(BadInput, match="--quantize=int8 .*--novelty"):
         Int8GPT(model)
+    how = How(model.options, PYTORCH_ATTENTION)
+    assert layer_for_loop(how).by_hand is None
+    assert layer_for_loop(replace(how, options=replace(model.options, novelty=False))).by_hand
+    with pytest.raises(BadInput, match="--mesh_tensor=2 .*--novelty: use --mesh_tensor=1"):
+        layer_for_loop(replace(how, sharding=Sharding(tensor_groups=((0, 1),))))
 
 
 def test_bfloat16_compute_stays_near_float32():

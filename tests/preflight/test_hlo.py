@@ -109,28 +109,57 @@ def test_of_a_stack_that_a_loop_takes_slices_of_the_slice_counts_and_vmem_does_n
     assert ops["fusion.1"].hbm_bytes == pytest.approx(layer + 4)  # read from HBM, written to VMEM; the index
 
 
-def test_of_a_stack_that_is_read_in_another_tiling_the_slice_counts():
-    op, = ops_of(hlo.parse('''HloModule m, is_scheduled=true
+def op_of_fusion(result, body, others="", **parameters):
+    """Returns the Op of a fusion with this result, of the instructions `body`. others: what they call; parameters:
+    {name: shape}."""
+    given = "\n".join(f"  %{name} = {shape} parameter({number})" for number, (name, shape) in enumerate(
+        parameters.items()))
+    names = ", ".join(f"%{name}" for name in parameters)
+    (op,) = ops_of(hlo.parse(f"""HloModule m, is_scheduled=true
+{others}
+%fused (a: f32[]) -> f32[] {{
+{given}{body}
+}}
 
+ENTRY %main (a: f32[]) -> f32[] {{
+{given}
+  ROOT %fusion.1 = {result} fusion({names}), kind=kCustom, calls=%fused
+}}
+"""))
+    return op
+
+
+def test_of_a_stack_that_is_read_in_another_tiling_the_slice_counts():
+    op = op_of_fusion("s8[1,64,128]{2,1,0:T(8,128)(4,1)}", """
+  %fusion.2 = s8[16,64,128]{2,1,0:T(8,128)(4,1)} fusion(%stack), kind=kLoop, output_to_operand_aliasing={{}: (0, {})}, calls=%copy_fusion
+  ROOT %dynamic-slice.1 = s8[1,64,128]{2,1,0:T(8,128)(4,1)} dynamic-slice(%fusion.2, %index), dynamic_slice_sizes={1,64,128}""", """
 %copy_fusion (input: s8[16,64,128]) -> s8[16,64,128] {
   %input = s8[16,64,128]{2,1,0:T(32,128)(4,1)} parameter(0)
   ROOT %copy.1 = s8[16,64,128]{2,1,0:T(8,128)(4,1)} copy(%input)
 }
-
-%fused (stack: s8[16,64,128], index: s32[]) -> s8[1,64,128] {
-  %stack = s8[16,64,128]{2,1,0:T(32,128)(4,1)} parameter(0)
-  %fusion.2 = s8[16,64,128]{2,1,0:T(8,128)(4,1)} fusion(%stack), kind=kLoop, output_to_operand_aliasing={{}: (0, {})}, calls=%copy_fusion
-  %index = s32[]{:T(128)} parameter(1)
-  ROOT %dynamic-slice.1 = s8[1,64,128]{2,1,0:T(8,128)(4,1)} dynamic-slice(%fusion.2, %index), dynamic_slice_sizes={1,64,128}
-}
-
-ENTRY %main (a: s8[16,64,128], b: s32[]) -> s8[1,64,128] {
-  %a = s8[16,64,128]{2,1,0:T(32,128)(4,1)} parameter(0)
-  %b = s32[]{:T(128)} parameter(1)
-  ROOT %fusion.1 = s8[1,64,128]{2,1,0:T(8,128)(4,1)} fusion(%a, %b), kind=kLoop, calls=%fused
-}
-'''))
+""", stack="s8[16,64,128]{2,1,0:T(32,128)(4,1)}", index="s32[]{:T(128)}")
     assert op.hbm_bytes == 2 * 64 * 128 + 4  # read and written; the index
+
+
+def test_a_kernel_in_a_fusion_costs_what_it_declares():
+    op = op_of_fusion("bf16[16,1024]{1,0:T(8,128)(2,1)}", """
+  %kernel.1 = bf16[1,1024]{1,0:T(8,128)(2,1)} custom-call(%a), custom_call_target="tpu_custom_call", backend_config={"custom_call_config":{"cost_estimate": {"bytes_accessed": 4096, "flops": 12, "transcendentals": 3}}}
+  ROOT %update.1 = bf16[16,1024]{1,0:T(8,128)(2,1)} dynamic-update-slice(%a, %kernel.1)""",
+                      a="bf16[16,1024]{1,0:T(8,128)(2,1)}")
+    assert op.kernel.declared_cost == {"flops": 12, "transcendentals": 3, "bytes_accessed": 4096}
+    assert op.instruction.name == "fusion.1" and op.hbm_bytes == 4096
+
+
+def test_of_a_table_to_whose_rows_a_fusion_adds_the_rows_count():
+    op = op_of_fusion("f32[4096,128]{1,0:T(8,128)}", """
+  ROOT %scatter.1 = f32[4096,128]{1,0:T(8,128)} scatter(%table, %rows, %new), update_window_dims={1}, inserted_window_dims={0}, scatter_dims_to_operand_dims={0}, index_vector_dim=1, to_apply=%add""", """
+%add (p: f32[], q: f32[]) -> f32[] {
+  %p = f32[]{:T(128)} parameter(0)
+  %q = f32[]{:T(128)} parameter(1)
+  ROOT %sum = f32[]{:T(128)} add(%p, %q)
+}
+""", table="f32[4096,128]{1,0:T(8,128)}", rows="u32[8]{0:T(128)}", new="f32[8,128]{1,0:T(8,128)}")
+    assert op.hbm_bytes == 3 * 8 * 128 * 4 + 8 * 4  # what is added; the rows, read and written; their numbers
 
 
 OVERLAPPED = '''HloModule IrToHlo.2, is_scheduled=true, entry_computation_layout={(bf16[1,8,128]{2,1,0})->bf16[2,8,128]{2,1,0}}
@@ -182,47 +211,3 @@ ENTRY %main (Arg_0: bf16[8,128]) -> bf16[8,128] {
 '''
     whole = 8 * 128 * 2
     assert count_collectives(ops_of(hlo.parse(program)), chips=4) == {"all-to-all": [1, whole, whole]}
-
-
-def test_a_kernel_in_a_fusion_costs_what_it_declares():
-    (op,) = ops_of(hlo.parse('''HloModule m, is_scheduled=true
-
-%fused (a: bf16[16,1024]) -> bf16[16,1024] {
-  %a = bf16[16,1024]{1,0:T(8,128)(2,1)} parameter(0)
-  %kernel.1 = bf16[1,1024]{1,0:T(8,128)(2,1)} custom-call(%a), custom_call_target="tpu_custom_call", backend_config={"custom_call_config":{"cost_estimate": {"bytes_accessed": 4096, "flops": 12, "transcendentals": 3}}}
-  ROOT %update.1 = bf16[16,1024]{1,0:T(8,128)(2,1)} dynamic-update-slice(%a, %kernel.1)
-}
-
-ENTRY %main (b: bf16[16,1024]) -> bf16[16,1024] {
-  %b = bf16[16,1024]{1,0:T(8,128)(2,1)} parameter(0)
-  ROOT %fusion.1 = bf16[16,1024]{1,0:T(8,128)(2,1)} fusion(%b), kind=kCustom, calls=%fused
-}
-'''))
-    assert op.kernel.declared_cost == {"flops": 12, "transcendentals": 3, "bytes_accessed": 4096}
-    assert op.instruction.name == "fusion.1" and op.hbm_bytes == 4096
-
-
-def test_of_a_table_to_whose_rows_a_fusion_adds_the_rows_count():
-    (op,) = ops_of(hlo.parse('''HloModule m, is_scheduled=true
-
-%add (p: f32[], q: f32[]) -> f32[] {
-  %p = f32[]{:T(128)} parameter(0)
-  %q = f32[]{:T(128)} parameter(1)
-  ROOT %sum = f32[]{:T(128)} add(%p, %q)
-}
-
-%fused (table: f32[4096,128], rows: u32[8], new: f32[8,128]) -> f32[4096,128] {
-  %table = f32[4096,128]{1,0:T(8,128)} parameter(0)
-  %rows = u32[8]{0:T(128)} parameter(1)
-  %new = f32[8,128]{1,0:T(8,128)} parameter(2)
-  ROOT %scatter.1 = f32[4096,128]{1,0:T(8,128)} scatter(%table, %rows, %new), update_window_dims={1}, inserted_window_dims={0}, scatter_dims_to_operand_dims={0}, index_vector_dim=1, to_apply=%add
-}
-
-ENTRY %main (a: f32[4096,128], b: u32[8], c: f32[8,128]) -> f32[4096,128] {
-  %a = f32[4096,128]{1,0:T(8,128)} parameter(0)
-  %b = u32[8]{0:T(128)} parameter(1)
-  %c = f32[8,128]{1,0:T(8,128)} parameter(2)
-  ROOT %fusion.1 = f32[4096,128]{1,0:T(8,128)} fusion(%a, %b, %c), kind=kCustom, calls=%fused
-}
-'''))
-    assert op.hbm_bytes == 3 * 8 * 128 * 4 + 8 * 4  # what is added; the rows, read and written; their numbers
