@@ -136,8 +136,7 @@ def test_a_loader_that_is_slower_than_the_chips_is_named(check, is_slow, setting
 def test_a_run_that_differs_or_compiles_again_is_named(fault, what, setting, monkeypatch):
     monkeypatch.setenv("QUICK_FAULT", fault)
     setting = replace(setting, trainer="tests.preflight.quick_trainer")
-    found = tpu_check.run_limited("training", chip_runs.training, setting, 600)
-    found += tpu_check.run_limited("programs", chip_runs.programs, setting, 600)
+    found = [*chip_runs.training(setting), *chip_runs.programs(setting)]
     assert list(failed(found)) == ([what] if what else [])
     figures = {each.what: each.figure for each in found}
     assert figures["micro_step"] == "36.0 ms" and figures["update"] == "20.0 ms"

@@ -14,6 +14,14 @@ def rank_process(run):
     return next(pid for pid in child_processes(run) if b"spawn_main" in open(f"/proc/{pid}/cmdline", "rb").read())
 
 
+def wait_until(condition, what="it"):
+    """Returns once condition() holds, which it must within a minute."""
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, f"waited in vain for {what}"
+        time.sleep(0.01)
+
+
 class Life:
     """A process whose lines are read as they come. command, options: for subprocess.Popen; environment: what its
     environment has beside that of this process; timeout_s: how long it may take to its next sign of life, and to its

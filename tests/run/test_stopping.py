@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import termios
-import time
 
 import pytest
 
@@ -16,8 +15,8 @@ from nanochat.checkpoint.meta import load_meta
 from nanochat.run.agreement import RankAgreement, Requests
 from nanochat.run.stopping import EXIT_STATUS, stop_on_preemption_notice
 from tests.buckets import OUTAGE
-from tests.conftest import last_of_each
-from tests.run.life import Life, child_processes, rank_process
+from tests.conftest import last_of_each, run_python
+from tests.run.life import Life, child_processes, rank_process, wait_until
 
 TIMEOUT_S = 240
 FLAGS = ("--device_type=xla", "--depth=2", "--model_dim=64", "--num_heads=2", "--max_seq_len=32",
@@ -32,10 +31,7 @@ def test_a_notice_of_the_metadata_server_asks_for_a_stop(tmp_path, metadata, cap
     metadata |= {"preempted": "FALSE", "maintenance-event": "NONE", key: answers}
     requests = Requests(tmp_path / "requests", create=True)
     stop_on_preemption_notice(requests, poll_s=0.01)
-    deadline = time.monotonic() + 30
-    while not requests.times_asked:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: requests.times_asked)
     assert not answers and f"about to end (instance/{key} is T" in capsys.readouterr().out
     agreement = RankAgreement(requests, 0, 1)
     assert [agreement.agreed_to_stop() for _ in range(2)] == [False, True]
@@ -54,7 +50,8 @@ with ProcessPoolExecutor(1, get_context("spawn")) as executor:
     blocked = executor.submit(signal.pthread_sigmask, signal.SIG_BLOCK, []).result()
 assert {signal.SIGINT, signal.SIGTERM, signal.SIGHUP} <= blocked, blocked
 """
-    subprocess.run([sys.executable, "-c", code, tmp_path / "requests"], check=True, timeout=TIMEOUT_S)
+    process = run_python("-c", code, tmp_path / "requests")
+    assert process.returncode == 0, process.stderr
 
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR2, signal.SIGTERM])
@@ -76,12 +73,12 @@ os.kill(os.getpid(), int(sys.argv[2]))
 has_said.wait(1 if is_ignored else 60)
 os.write(1, b"%d\\n" % requests.times_asked)  # in one piece, because two processes write it
 """
-    command = [sys.executable, "-c", code, tmp_path / "requests", str(int(number))]
-    asked = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+    command = "-c", code, tmp_path / "requests", str(int(number))
+    asked = run_python(*command)
     assert asked.stdout == (f"{number.name}: the run stops after its current step or batch, and saves what it has "
                             "trained\n1\n"), asked.stderr
     if number == signal.SIGHUP:
-        asked = subprocess.run([*command, "nohup"], capture_output=True, text=True, timeout=TIMEOUT_S)
+        asked = run_python(*command, "nohup")
         assert asked.stdout == "0\n0\n", asked.stderr
 
 
@@ -193,10 +190,7 @@ def test_a_run_is_trained_by_one_process_and_ctrl_c_twice_ends_it_and_its_ranks_
     run.process.send_signal(signal.SIGINT)
     assert run.end() == 130
     assert "leaked semaphore" not in run.text and "resource_tracker" not in run.text
-    deadline = time.monotonic() + 60
-    while any(os.path.exists(f"/proc/{pid}") for pid in children):
-        assert time.monotonic() < deadline, "a rank is still there"
-        time.sleep(0.1)
+    wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in children), "the end of all ranks")
 
 
 @pytest.mark.slow

@@ -1,20 +1,19 @@
 """Ranks that die or hang (faulty_ranks.py) end the run, with the reason."""
 import os
-import subprocess
-import sys
 
 import pytest
 
 from nanochat.checkpoint import saver, uploader
 from nanochat.run import watchdog
 from nanochat.run.agreement import RankAgreement, Requests
+from tests.conftest import run_python
 from tests.run.faulty_ranks import RANKS
 
 
 @pytest.mark.parametrize("fault", ["killed", "error", "hangs", "never begins"])
 def test_a_rank_that_dies_or_hangs_ends_all_of_them(tmp_path, fault):
     code = f"from tests.run.faulty_ranks import be_the_parent; be_the_parent({str(tmp_path / 'beats')!r}, {fault!r})"
-    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    process = run_python("-c", code)
     assert process.returncode == 1, process.stdout + process.stderr
     pids = dict(line.removeprefix("pid of ").split(" is ") for line in process.stdout.splitlines())
     assert len(pids) == RANKS and not any(os.path.exists(f"/proc/{pid}") for pid in pids.values())
