@@ -22,7 +22,7 @@ from nanochat.train.language import NEXT_TOKEN
 from nanochat.train.step import TrainingStep
 
 # 4 × 64 tokens and heads of 128 suit the Pallas kernels, too.
-CONFIG = GPTConfig(n_layer=2, n_embd=128, n_head=1, n_kv_head=1, vocab_size=64, max_seq_len=64)
+CONFIG = GPTConfig(n_layer=3, n_embd=128, n_head=1, n_kv_head=1, vocab_size=64, max_seq_len=64)
 CAP = LogitCap(15.0)
 
 
