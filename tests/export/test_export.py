@@ -65,6 +65,8 @@ for number, job in enumerate(json.load(sys.stdin)):
             do_sample=False, eos_token_id=-1, pad_token_id=0)[0].numpy()
         padded = torch.cat([torch.zeros(1, 7, dtype=torch.long), prompt], dim=1)
         is_text = torch.arange(padded.shape[1])[None] >= 7
+        with torch.no_grad():
+            found[f"{number} padded"] = model(padded, attention_mask=is_text.long()).logits[0, 7:].numpy()
         for cache in ("dynamic", "static"):
             found[f"{number} {cache}"] = model.generate(
                 torch.cat([padded, padded]), attention_mask=torch.cat([is_text, torch.ones_like(is_text)]).long(),
@@ -144,6 +146,8 @@ def test_every_part_of_the_model_is_exact_in_transformers(tmp_path, byte_tokeniz
         expected = greedy(model, ids[:PROMPT_LEN], CONTEXT - PROMPT_LEN)
         for way in ("tokens", "dynamic", "static"):
             assert found[f"{number} {way}"].tolist() == expected, (number, way)
+        torch.testing.assert_close(torch.tensor(found[f"{number} padded"]), model(torch.tensor([ids[:PROMPT_LEN]]))[0],
+                                   atol=1e-4, rtol=0)
         assert str(found[f"{number} class"]).startswith("Scaled")
         assert found[f"{number} end"].tolist() == [tokenizer.bos_id, tokenizer.special("<|file_sep|>")]
     assert len({found[f"{number} logits"].tobytes() for number in range(len(models))}) == len(models)
