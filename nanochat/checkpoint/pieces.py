@@ -13,10 +13,11 @@ import json
 import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from nanochat.checkpoint.meta import Meta, load_meta
@@ -56,6 +57,17 @@ def load_tensors(path, kind):
         if name.endswith(".safetensors"):
             tensors |= load_file(Path(path) / name)
     return tensors
+
+
+def tensor_readers(path, kind):
+    """Returns {name: a function that reads this tensor into memory of its own} of `kind`, as load_tensors. So a caller
+    who lets go of each tensor never holds them all. The files stay open, even if they are deleted."""
+    readers = {}
+    for name in tensor_files(path, kind):
+        if name.endswith(".safetensors"):
+            file = safe_open(Path(path) / name, framework="pt", backend="pread")
+            readers |= {tensor: partial(file.get_tensor, tensor) for tensor in file.keys()}
+    return readers
 
 
 def sizes_of(state):

@@ -6,7 +6,7 @@ from safetensors import SafetensorError
 
 from nanochat.checkpoint.meta import load_meta, read_language_config
 from nanochat.checkpoint.on_disk import MODEL, SOURCE, find_problem, sha256_of_files, tensor_files
-from nanochat.checkpoint.pieces import load_tensors
+from nanochat.checkpoint.pieces import load_tensors, tensor_readers
 from nanochat.common import BadInput
 from nanochat.data.tokenizer import check_tokenizer, load_tokenizer
 from nanochat.device.mesh import ONE_CHIP
@@ -59,6 +59,7 @@ def load_model(path, dist, *, tokenizer_dir=None, kernel="auto", quantize="none"
     kernels = get_kernels(kernel_for(config, kernel, dist.device_type), dist.device_type,
                           Sharding.of_mesh(mesh, config.vocab_size))
     try:
+        readers = tensor_readers(path, MODEL)
         state = load_tensors(path, MODEL)
         if {name: tuple(tensor.shape) for name, tensor in state.items()} != shapes(config):
             raise RuntimeError("its weights are not those of its config")
@@ -67,13 +68,13 @@ def load_model(path, dist, *, tokenizer_dir=None, kernel="auto", quantize="none"
                        "one") from None
     dtype = torch.bfloat16 if dist.device_type in ("tpu", "cuda") else torch.float32
     model = config.new_model(kernels, dtype)
+    if quantize == "int8":
+        # From the files, one weight at a time: those of the GPT take no memory, because nothing is written to them.
+        return Int8GPT(model, lambda name: readers[name]().float()), tokenizer, meta
     model.load_state_dict(state, assign=True)
     parts = Parts(dist, mesh)
     for name, parameter in model.named_parameters():
         # Cast now: half of the bytes on a TPU, where every product would cast it first. A copy, because the file stays
-        # mapped and may be overwritten; Int8GPT copies what it keeps.
-        parameter.data = parts.of_model(name, parameter.data).to(dtype, copy=quantize == "none")
-    model = model.to(dist.device).eval().requires_grad_(False)
-    if quantize == "int8":
-        model = Int8GPT(model)
-    return model, tokenizer, meta
+        # mapped and may be overwritten.
+        parameter.data = parts.of_model(name, parameter.data).to(dtype, copy=True)
+    return model.to(dist.device).eval().requires_grad_(False), tokenizer, meta

@@ -4,12 +4,16 @@ Weights have a scale per row. Activations have a scale per position and are roun
 integers: their sums are exact, and a position's result does not depend on what else is computed with it. FBGEMM, part
 of PyTorch on x86, computes the products.
 """
+from dataclasses import dataclass
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 
 from nanochat.common import BadInput
 from nanochat.kernels import plain
 from nanochat.kernels.int8 import rounded
+from nanochat.model.config import GPTConfig
 from nanochat.model.layers import ATTENTION, MLP, VALUES, CachedText, WholeText
 
 KNOWN = {"head_dim", "layer_gates", "key_shift"}  # the LayerOptions that this file computes
@@ -50,21 +54,34 @@ class Int8GPT:
 
     compute_dtype = torch.float32
 
-    def __init__(self, model, matrix=Int8Matrix):
-        """matrix: makes the matrices. Raises BadInput if this machine's PyTorch has no such products."""
+    def __init__(self, model, read=None, matrix=Int8Matrix):
+        """read: returns the fp32 weight of a name; None: that of the model. matrix: makes the matrices. Raises BadInput
+        if this machine's PyTorch has no such products."""
         if "fbgemm" not in torch.backends.quantized.supported_engines:
             raise BadInput("--quantize=int8 needs an x86 processor: leave it out")
         unknown = model.options.unknown(KNOWN) or ", ".join(sorted(model.state_dict().keys() - WEIGHTS))
         if unknown:
             raise BadInput(f"--quantize=int8 is not for a model with {unknown}: leave it out")
-        self.config = model.config
-        self.options = model.options
-        self.wte = model.wte.detach().clone()
+        read = read or model.state_dict().get
+        self.config = config = model.config
         self.logit_cap = model.logit_cap
-        self.value_table = model.value_table.detach().clone() if model.config.has_values else None
         self.rotary = torch.complex(model.cos, -model.sin)[:, None]  # (max_seq_len, 1, head_dim / 2)
-        self.lm_head = matrix(model.lm_head.detach())
-        self.layers = [_Int8Layer(model, index, matrix) for index in range(model.config.n_layer)]
+        self.lm_head = matrix(read("lm_head"))  # first, because rounding it takes the most memory
+        # Then a stack after the other, because a caller may read them from a disk.
+        pairs = partial(_in_pairs, head_dim=config.head_dim)
+        parts = {"qkv": [matrix(torch.cat([pairs(q), pairs(k), v]))
+                         for q, k, v in zip(read("attn_q"), read("attn_k"), read("attn_v"), strict=True)],
+                 "attn_o": [matrix(weight) for weight in read("attn_o")],
+                 "mlp_in": [matrix(weight) for weight in read("mlp_in")],
+                 "mlp_out": [matrix(weight, is_input_positive=True) for weight in read("mlp_out")],  # after ReLU²
+                 "resid_scale": read("resid_scale").tolist(),
+                 "x0_scale": read("x0_scale").tolist()}
+        if config.layer_gates:
+            parts |= {"gate_map": read("gate_map"), "gate_scale": 2 * read("gate_scale")[:, :, 0]}
+        self.layers = [_Int8Layer(config, **dict(zip(parts, layer, strict=True)))
+                       for layer in zip(*parts.values(), strict=True)]
+        self.wte = read("wte")
+        self.value_table = read("value_table") if config.has_values else None
 
     @torch.no_grad()
     def hidden(self, ids, cache=None, positions=None):
@@ -97,37 +114,30 @@ class Int8GPT:
         return losses.view_as(targets) if reduction == "none" else losses
 
 
+@dataclass
 class _Int8Layer:
     """A layer, like layers.gpt_layer. In q and k, the channels i and i + head_dim / 2 of a head stand side by side: a
     complex number, which rotary turns."""
 
-    def __init__(self, model, index, matrix):
-        config = model.config
-        self.head_dim = config.head_dim
-        self.is_key_shifted = config.key_shift
-        self.resid_scale = model.resid_scale[index].item()
-        self.x0_scale = model.x0_scale[index].item()
-        q = _in_pairs(model.attn_q[index], config.head_dim)
-        k = _in_pairs(model.attn_k[index], config.head_dim)
-        self.qkv = matrix(torch.cat([q, k, model.attn_v[index]]).detach())
-        self.num_q = config.n_head
-        self.num_kv = config.n_kv_head
-        self.attn_o = matrix(model.attn_o[index].detach())
-        self.mlp_in = matrix(model.mlp_in[index].detach())
-        self.mlp_out = matrix(model.mlp_out[index].detach(), is_input_positive=True)  # after ReLU²
-        self.gate_map = None
-        if config.layer_gates:
-            self.gate_map = model.gate_map[index].detach().clone()
-            self.gate_scale = 2 * model.gate_scale[index, :, 0].detach()
+    config: GPTConfig
+    qkv: Int8Matrix
+    attn_o: Int8Matrix
+    mlp_in: Int8Matrix
+    mlp_out: Int8Matrix
+    resid_scale: float
+    x0_scale: float
+    gate_map: torch.Tensor | None = None
+    gate_scale: torch.Tensor | None = None
 
     def __call__(self, x, x0, rotary, text, value):
+        head_dim, num_q, num_kv = self.config.head_dim, self.config.n_head, self.config.n_kv_head
         x = (x * self.resid_scale).add_(x0, alpha=self.x0_scale)  # (B, T, C)
         normed = _norm(x)
-        heads = self.qkv(normed).unflatten(-1, (-1, self.head_dim))  # (B, T, heads, head_dim)
-        qk, v = heads.split([self.num_q + self.num_kv, self.num_kv], dim=2)
-        if self.is_key_shifted:
-            keys = qk[:, :, self.num_q:]
-            shifted = (self.head_dim // 2 + 1) // 2 * 2  # from this channel on, see layers.shift_keys
+        heads = self.qkv(normed).unflatten(-1, (-1, head_dim))  # (B, T, heads, head_dim)
+        qk, v = heads.split([num_q + num_kv, num_kv], dim=2)
+        if self.config.key_shift:
+            keys = qk[:, :, num_q:]
+            shifted = (head_dim // 2 + 1) // 2 * 2  # from this channel on, see layers.shift_keys
             keys[..., shifted:] = text.before(keys.flatten(2)).view_as(keys)[..., shifted:]
         of_values, of_attention = self._gates(normed, VALUES, ATTENTION)
         v = v * of_values[..., None]
@@ -135,7 +145,7 @@ class _Int8Layer:
             v = v + value
         turned = torch.view_as_complex(qk.unflatten(-1, (-1, 2))) * rotary
         qk = _norm(torch.view_as_real(turned).flatten(-2))
-        q, k = qk.transpose(1, 2).split([self.num_q, self.num_kv], dim=1)  # (B, heads, T, head_dim)
+        q, k = qk.transpose(1, 2).split([num_q, num_kv], dim=1)  # (B, heads, T, head_dim)
         attended = self.attn_o(text.attend(q, k, v.transpose(1, 2)).transpose(1, 2).flatten(2))
         x = x.addcmul_(of_attention, attended)
         normed = _norm(x)

@@ -1,11 +1,16 @@
 """What makes the engine fast changes no text: 8 bits, drafts, what is remembered from the last call. And healing."""
+import os
 import random
+import subprocess
+import sys
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from nanochat.checkpoint.on_disk import MODEL
 from nanochat.common import BadInput, read_flags
 from nanochat.data.tokenizer import load_tokenizer
 from nanochat.device.ranks import Dist
@@ -68,12 +73,15 @@ def test_products_with_8_bits_are_near_the_exact_ones(is_input_positive):
 def test_without_rounding_it_computes_what_the_gpt_does(options):
     config = GPTConfig(**{**TINY, "n_kv_head": 2, "window_pattern": "SL", "short_window": 3, **options})
     model, ids = build(config).requires_grad_(False), some_ids(config)
-    exact = Int8GPT(model, lambda weight, is_input_positive=False: partial(F.linear, weight=weight))
+    exact = Int8GPT(model, matrix=lambda weight, is_input_positive=False: partial(F.linear, weight=weight))
     torch.testing.assert_close(exact(ids), model(ids), atol=1e-4, rtol=1e-3)
 
 
-def test_a_position_has_the_same_logits_to_the_last_bit_whatever_is_read_with_it(int8_model):
+@pytest.mark.parametrize("has_bf16", [True, False])
+def test_a_position_has_the_same_logits_to_the_last_bit_whatever_is_read_with_it(int8_model, has_bf16, monkeypatch):
     """Otherwise a draft could change the text: rounding to 8 bits makes a small difference a large one."""
+    if not has_bf16:
+        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
     generator = random.Random(1)
     ids = [generator.randrange(256) for _ in range(CONTEXT)]
     one_by_one = Reader(int8_model, "cpu")
@@ -85,6 +93,17 @@ def test_a_position_has_the_same_logits_to_the_last_bit_whatever_is_read_with_it
         assert torch.equal(reader.read(ids[:length], num_last), expected[length - num_last:length])
         if generator.random() < 0.3:
             reader.read([*ids[:length - 1], 7])
+
+
+@pytest.mark.parametrize("has_bf16", [True, False])
+def test_keys_and_values_of_16_bits_change_the_logits_by_no_more_than_8_bits_do(int8_model, has_bf16, monkeypatch):
+    if not has_bf16:
+        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    ids = torch.randint(256, (CONTEXT,), generator=torch.Generator().manual_seed(0))
+    reader = Reader(int8_model, "cpu")
+    assert reader.cache.keys[0].dtype == torch.bfloat16
+    found, expected = reader.read(ids.tolist(), CONTEXT), int8_model(ids[None])[0]  # the latter without a cache
+    assert 0 < (found - expected).norm() < 0.02 * expected.norm()
 
 
 def test_the_cache_of_samples_gets_memory_for_no_more_than_the_prompt(int8_model):
@@ -112,6 +131,53 @@ def test_a_checkpoint_is_loaded_with_8_bits_on_the_cpu_only(tmp_path, shipped):
         load_model(path, Dist("xla", torch.device("cpu")), quantize="int8")
     with pytest.raises(BadInput, match="--quantize: invalid choice: 'int3'"):
         read_flags(["--quantize=int3"], "", {ModelFlags: "model"})
+
+
+@pytest.mark.parametrize("options", [{}, {"layer_gates": False, "key_shift": False, "value_embeddings": "off"}])
+def test_weights_are_rounded_from_the_files_to_the_bits_of_the_rounded_model(tmp_path, shipped, options):
+    config = replace(make_model(vocab_size=shipped.n_vocab).config, **options)
+    model = build(config)
+    loaded, _, _ = load_model(save_model(tmp_path, model, shipped), CPU, quantize="int8")
+    expected = Int8GPT(model)
+    assert torch.equal(loaded.wte, expected.wte)
+    matrices = [(loaded.lm_head, expected.lm_head)]
+    for layer, other in zip(loaded.layers, expected.layers, strict=True):
+        matrices += [(getattr(layer, name), getattr(other, name)) for name in ("qkv", "attn_o", "mlp_in", "mlp_out")]
+    for matrix, other in matrices:
+        (found, _), (wanted, _) = matrix.packed.unpack(), other.packed.unpack()
+        assert torch.equal(found.int_repr(), wanted.int_repr())
+        assert torch.equal(found.q_per_channel_scales(), wanted.q_per_channel_scales())
+    ids = torch.tensor([shipped.encode(CODE)[:CONTEXT]])
+    assert torch.equal(loaded(ids), expected(ids))
+
+
+def test_loading_8_bits_never_holds_the_model_in_fp32(tmp_path, byte_tokenizer_dir):
+    """It holds the rounded weights and one fp32 stack: 62% of the file. With the fp32 model it held 130%."""
+    tokenizer = load_tokenizer(byte_tokenizer_dir)
+    sizes = {"small": {"n_layer": 1, "n_embd": 64}, "large": {"n_layer": 24, "n_embd": 512}}  # 302 MB
+    paths = {}
+    for name, size in sizes.items():
+        config = GPTConfig(vocab_size=tokenizer.n_vocab, max_seq_len=64, n_head=4, n_kv_head=4, **size)
+        paths[name] = save_model(tmp_path / name, build(config), tokenizer)
+    program = f"""
+import re
+import torch
+from pathlib import Path
+from nanochat.device.ranks import Dist
+from nanochat.infer.load import load_model
+
+def load(path):
+    load_model(Path(path), Dist("cpu", torch.device("cpu")), tokenizer_dir="{byte_tokenizer_dir}", quantize="int8")
+    status = Path("/proc/self/status").read_text()  # ru_maxrss would count what the parent held
+    return 1024 * int(re.search(r"VmHWM:\\s+(\\d+) kB", status)[1])
+
+before = load("{paths["small"]}")  # with all modules
+print(load("{paths["large"]}") - before)
+"""
+    # With this threshold, malloc keeps nothing that was freed, which would count.
+    result = subprocess.run([sys.executable, "-c", program], env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"},
+                            capture_output=True, text=True, check=True, timeout=120)
+    assert int(result.stdout) < os.path.getsize(paths["large"] / MODEL)
 
 
 # Drafts, and what is remembered
