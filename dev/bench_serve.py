@@ -2,27 +2,33 @@
 
     python3 -m dev.bench_serve --data_dir=some/parquet
 
-The server computes in 8 bits, with random weights, in a process of its own. The bench types at random places of
-documents of --data_dir, and asks for 16 tokens after each character, as llama.vim does. It prints the wall time of the
-whole request over loopback. It needs pip install '.[serve]'.
+The server computes in 8 bits, in a process of its own, from a checkpoint of random weights that the bench writes. The
+bench types at random places of documents of --data_dir, and asks for 16 tokens after each character, as llama.vim does,
+but streamed. It prints the wall times over loopback, to the first text and to the end of the answer, and the server's
+peak memory. It needs pip install '.[serve]'.
 """
 import http.client
 import json
 import random
+import re
 import statistics
+import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from multiprocessing import get_context, parent_process
+from pathlib import Path
 
 import torch
 
 from dev.bench_replay import read_texts
+from nanochat.checkpoint.meta import Meta, rng_state
+from nanochat.checkpoint.saver import save_checkpoint
 from nanochat.common import BadInput, end_with_parent, flag, read_flags, run_script
 from nanochat.data.shards import TextFlags
 from nanochat.data.tokenizer import load_tokenizer
 from nanochat.device.ranks import Dist
 from nanochat.infer.engine import Engine
-from nanochat.infer.quantize import Int8GPT
+from nanochat.infer.load import load_model
 from nanochat.kernels.choose import get_kernels
 from nanochat.model.config import GPTConfig
 from nanochat.model.gpt import GPT
@@ -39,18 +45,22 @@ class Flags(TextFlags):
     max_seq_len: int = flag(1024, "positions of the model", at_least=128, at_most=65536)
     places: int = flag(4, "documents in which the bench types", at_least=1, at_most=10_000)
     characters: int = flag(15, "characters typed in each", at_least=2, at_most=1000)
+    threads: int = flag(2, "of the server", at_least=1, at_most=256)
 
 
-def make_model(flags, vocab_size):
-    """Returns a GPT of random weights."""
-    config = GPTConfig(n_layer=flags.depth, vocab_size=vocab_size, max_seq_len=flags.max_seq_len)
+def save_model(flags, run_dir):
+    """Saves a checkpoint of a GPT of random weights. Returns its path."""
+    tokenizer = load_tokenizer()
+    config = GPTConfig(n_layer=flags.depth, vocab_size=tokenizer.n_vocab, max_seq_len=flags.max_seq_len)
     model = GPT(config, get_kernels("current", "cpu")).init_weights()
     for matrix in (model.attn_o, model.mlp_out, model.lm_head):  # zero, or nearly, before training
         torch.nn.init.normal_(matrix, 0.0, 0.02)
-    return model.eval().requires_grad_(False)
+    meta = Meta(step=1, config=asdict(config), tokenizer_sha256=tokenizer.sha256, data_fingerprint="", flags={},
+                rng=rng_state())
+    return save_checkpoint(run_dir, model.state_dict(), {}, meta, num_lanes=0)
 
 
-def run_server(flags, sender):
+def run_server(flags, path, sender):
     """Serves in this process until its parent ends. Sends the port."""
     end_with_parent(parent_process().pid)
     try:
@@ -58,9 +68,10 @@ def run_server(flags, sender):
     except ImportError as error:
         print(f"error: {error.name} is not installed: pip install '.[serve]'")
         return
-    tokenizer = load_tokenizer()
-    model = Int8GPT(make_model(flags, tokenizer.n_vocab))
-    completer = Completer(Engine(model, tokenizer, Dist("cpu", torch.device("cpu"))), True, copies=False)
+    torch.set_num_threads(flags.threads)
+    dist = Dist("cpu", torch.device("cpu"))
+    model, tokenizer, _ = load_model(path, dist, quantize="int8")
+    completer = Completer(Engine(model, tokenizer, dist), True, copies=False)
     listening = listen(0)
     sender.send(listening.getsockname()[1])
     server = Server(completer, name="random", max_tokens=TOKENS, timeout_s=REQUEST_TIMEOUT_S)
@@ -68,15 +79,23 @@ def run_server(flags, sender):
 
 
 def ask(connection, body):
-    """Returns the seconds that the server takes for a completion, and its answer. Raises BadInput if it refuses."""
+    """Returns the seconds to the first text of a completion and to its end, and its answer. Raises BadInput if the
+    server refuses."""
     begun = time.perf_counter()
     connection.request("POST", "/infill", json.dumps(body), {"Content-Type": "application/json"})
     response = connection.getresponse()
-    answer = response.read()
-    seconds = time.perf_counter() - begun
     if response.status != 200:
-        raise BadInput(f"the server answers {response.status}: {answer[:300].decode(errors='replace')}")
-    return seconds, json.loads(answer)
+        raise BadInput(f"the server answers {response.status}: {response.read()[:300].decode(errors='replace')}")
+    response.readline()
+    first_s = time.perf_counter() - begun
+    last = re.findall(rb"data: ({.*})\n", response.read())[-1]
+    return first_s, time.perf_counter() - begun, json.loads(last)
+
+
+def percentiles(seconds):
+    ordered = sorted(seconds)
+    p50, p95 = (ordered[share * (len(ordered) - 1) // 100] for share in (50, 95))
+    return f"p50 {p50 * 1000:.0f}, p95 {p95 * 1000:.0f}, at most {ordered[-1] * 1000:.0f} ms"
 
 
 def type_texts(port, texts, flags):
@@ -84,8 +103,9 @@ def type_texts(port, texts, flags):
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=REQUEST_TIMEOUT_S)
     generator = random.Random(0)
     # At a new place the engine reads the whole prompt. The further characters change only its last line.
-    first = []  # seconds
-    further = []
+    new_places = []  # seconds to the first text
+    first = []  # the same for further characters
+    whole = []
     read = []  # tokens that the model read anew
     for _ in range(flags.places):
         text = generator.choice(texts)
@@ -93,28 +113,34 @@ def type_texts(port, texts, flags):
         for cursor in range(begin, begin + flags.characters):
             before, _, line = text[:cursor].rpartition("\n")
             body = {"input_prefix": f"{before}\n", "prompt": line, "input_suffix": text[begin + flags.characters:],
-                    "n_predict": TOKENS}
-            seconds, answer = ask(connection, body)
+                    "n_predict": TOKENS, "stream": True}
+            first_s, whole_s, answer = ask(connection, body)
             if cursor == begin:
-                first.append(seconds)
+                new_places.append(first_s)
             else:
-                further.append(seconds)
+                first.append(first_s)
+                whole.append(whole_s)
                 read.append(answer["timings"]["prompt_n"])
-    first_s = statistics.median(first)
-    further_s = statistics.median(further)
-    slow_s = sorted(further)[9 * (len(further) - 1) // 10]
-    print(f"depth {flags.depth}, int8, {TOKENS} tokens: the first completion in a document takes {first_s:.2f} s; each "
-          f"further character {further_s:.2f} s ({further_s / first_s:.0%} of it), p90 {slow_s:.2f} s, at most "
-          f"{max(further):.2f} s; the model reads {statistics.median(read):.0f} tokens anew, at most {max(read)}")
+    print(f"depth {flags.depth}, int8, {flags.threads} threads, {len(first)} characters typed in {flags.places} places")
+    print(f"first text at a new place: {percentiles(new_places)}")
+    print(f"first text after a character: {percentiles(first)}; the model reads {statistics.median(read):.0f} tokens "
+          f"anew, at most {max(read)}")
+    print(f"{TOKENS} tokens after a character: {percentiles(whole)}")
 
 
 def main(argv=None):
     (flags,) = read_flags(argv, __doc__, {Flags: "flags"})
     texts = read_texts(flags, least_characters=4000 + flags.characters)
+    with tempfile.TemporaryDirectory() as folder:
+        measure(flags, texts, save_model(flags, Path(folder)))
+
+
+def measure(flags, texts, path):
+    """Serves the checkpoint at `path`, and prints the figures."""
     # The server has a process of its own, so that it does not share Python's lock with the client.
     context = get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
-    server = context.Process(target=run_server, args=(flags, sender), daemon=True)
+    server = context.Process(target=run_server, args=(flags, path, sender), daemon=True)
     server.start()
     # The server now has the only end that sends: if it dies, recv() raises EOFError instead of waiting for ever.
     sender.close()
@@ -126,6 +152,8 @@ def main(argv=None):
         except EOFError:
             raise BadInput("the server has ended: see above") from None
         type_texts(port, texts, flags)
+        peak_kb = int(re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{server.pid}/status").read_text())[1])
+        print(f"peak memory of the server: {peak_kb / 1000:.0f} MB")
     finally:
         server.terminate()
         server.join(10)
