@@ -66,6 +66,15 @@ def test_the_path_of_a_file_is_a_pointer_and_a_number_is_none(text, note):
     assert clean("a.h", text)[1] == note
 
 
+def test_spdx_tag_of_a_file_counts_more_than_the_package(tmp_path):
+    project = make_project(tmp_path / "in", "a", files=1)
+    (project / "src/b.cpp").write_text("// SPDX-License-Identifier: Apache-2.0 WITH LLVM-exception\n" + cpp("b"))
+    make_project(tmp_path / "in", "v")
+    prepare(tmp_path / "out", f"--projects_dir={tmp_path / 'in'}", "--val_projects=v")
+    assert {document["path"]: document["licence"] for document in read(tmp_path / "out", "base_data_v3")} == {
+        "src/file0.cpp": "unknown", "src/b.cpp": "Apache-2.0 WITH LLVM-exception"}
+
+
 def test_encodings_are_recoded_to_utf8_and_the_rest_is_left_alone():
     code = "// Stra\u00dfe\n" + cpp("s")
     assert clean("a.c", code.encode("latin-1")) == (code.encode(), "")

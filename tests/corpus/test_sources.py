@@ -14,21 +14,32 @@ from nanochat.corpus.tables import open_table
 from tests.corpus.projects import LICENCE_MIT, cpp, make_project, make_tar, prepare, read
 
 
+def run_git(directory, *command):
+    git = ["git", "-C", str(directory), "-c", "user.name=a", "-c", "user.email=a@b", *command]
+    return subprocess.run(git, check=True, capture_output=True, text=True).stdout
+
+
 def make_checkout(directory):
     """Makes a git checkout of what is in the directory. Returns its commit."""
-    git = ["git", "-C", str(directory), "-c", "user.name=a", "-c", "user.email=a@b"]
-    for command in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "all"]):
-        subprocess.run([*git, *command], check=True)
-    return subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
+    for command in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "all"], ["rev-parse", "HEAD"]):
+        printed = run_git(directory, *command)
+    return printed.strip()
 
 
-def test_git_checkout_gives_tracked_files_and_its_commit(tmp_path, capsys):
+def test_a_checkout_gives_tracked_files_and_its_commit_if_it_has_one(tmp_path, capsys):
     checkout = make_project(tmp_path, "tool")
     (checkout / "LICENSE").write_text(LICENCE_MIT)
     head = make_checkout(checkout)
     source = sources.open_source(checkout)
     assert source.files == ("LICENSE", *(f"src/file{i}.cpp" for i in range(6)))
     assert source.label == f"tool={head[:12]}" and licence_of(source) == "Expat"
+    run_git(checkout, "worktree", "add", "-q", str(tmp_path / "linked"))
+    assert sources.open_source(tmp_path / "linked").label == f"linked={head[:12]}"
+    fresh = make_project(tmp_path, "fresh")
+    run_git(fresh, "init", "-q")
+    run_git(fresh, "add", ".")
+    source = sources.open_source(fresh)
+    assert source.version == "" and len(source.files) == 6
     assert capsys.readouterr().out == ""
 
 
@@ -45,13 +56,8 @@ def test_what_is_left_out_of_a_checkout_is_said(tmp_path, capsys):
     assert submodules.endswith("left out 1 submodules (name their folders with --source, too): third_party/library")
     assert untracked.endswith("left out 4 C and C++ files that git does not track: b.H, c.cc, d.c …")
     assert len(sources.open_source(checkout / "third_party/library").files) == 6
-
-
-def test_a_folder_of_a_checkout_that_became_a_link_leads_nowhere(tmp_path):
-    checkout, outside = make_project(tmp_path, "tool"), make_project(tmp_path, "outside")
-    make_checkout(checkout)
     shutil.rmtree(checkout / "src")
-    (checkout / "src").symlink_to(outside / "src")
+    (checkout / "src").symlink_to(library / "src")
     assert sources.open_source(checkout).files == ()
 
 
@@ -65,10 +71,10 @@ def test_a_checkout_runs_no_program_of_its_own(tmp_path, monkeypatch):
         shutil.copy(program, checkout / ".git" / "hooks" / hook)
     for name in ("core.fsmonitor", "core.pager", "pager.ls-files", "core.sshCommand", "filter.x.clean", "core.editor",
                  "filter.x.process", "diff.external", "diff.x.textconv", "alias.ls-files", "remote.o.uploadpack"):
-        subprocess.run(["git", "-C", str(checkout), "config", name, str(program)], check=True)
+        run_git(checkout, "config", name, str(program))
     for name, value in {"core.hooksPath": checkout / ".git/hooks", "remote.o.url": f"ext::{program}",
                         "protocol.ext.allow": "always", "extensions.partialClone": "o"}.items():
-        subprocess.run(["git", "-C", str(checkout), "config", name, str(value)], check=True)
+        run_git(checkout, "config", name, str(value))
     (checkout / ".gitattributes").write_text("* filter=x diff=x\n")
     time.sleep(0.01)
     (checkout / "src/file0.cpp").touch()
@@ -95,18 +101,6 @@ def test_the_environment_and_the_folders_above_choose_no_other_repository(tmp_pa
     (inside / ".git").mkdir()
     assert len(sources.open_source(inside).files) == 3
     assert "git cannot read this checkout (fatal: not a git repository" in capsys.readouterr().out
-
-
-def test_a_checkout_of_a_linked_worktree_and_one_without_commits(tmp_path):
-    checkout = make_project(tmp_path, "tool")
-    head = make_checkout(checkout)
-    subprocess.run(["git", "-C", str(checkout), "worktree", "add", "-q", str(tmp_path / "linked")], check=True)
-    assert sources.open_source(tmp_path / "linked").label == f"linked={head[:12]}"
-    fresh = make_project(tmp_path, "fresh")
-    subprocess.run(["git", "-C", str(fresh), "init", "-q"], check=True)
-    subprocess.run(["git", "-C", str(fresh), "add", "."], check=True)
-    source = sources.open_source(fresh)
-    assert source.version == "" and len(source.files) == 6
 
 
 # -----------------------------------------------------------------------------
@@ -160,16 +154,12 @@ def test_what_this_user_may_not_read_is_named(as_nobody, closed):
         (folder / closed).chmod(0o700)
 
 
-def test_a_checkout_may_have_a_folder_that_nobody_may_read(as_nobody):
-    folder, run = as_nobody
-    (make_project(folder, "tool") / "a.cpp").touch()
-    (folder / "tool/untracked").mkdir(mode=0)
-    assert run(lambda: open_table(folder / "tool")) is None
-
-
 def test_a_source_file_that_may_not_be_read_is_counted_and_a_licence_named(as_nobody):
     folder, run = as_nobody
     (make_project(folder, "tool") / "src/file0.cpp").chmod(0)
+    (folder / "tool/untracked").mkdir(mode=0)
+    assert run(lambda: open_table(folder / "tool")) is None
+    (folder / "tool/untracked").rmdir()
 
     def scan_it(name):
         return run(lambda: scan(sources.open_source(folder / "tool"), folder / name, CorpusFlags(), frozenset()))
@@ -229,12 +219,3 @@ def test_installed_headers_are_several_projects_without_generated_operators():
     ("torch/c10", "torch/c10")])
 def test_versions_in_a_name_do_not_make_another_project(name, project):
     assert sources.Source(name).project == project
-
-
-def test_spdx_tag_of_a_file_counts_more_than_the_package(tmp_path):
-    project = make_project(tmp_path / "in", "a", files=1)
-    (project / "src/b.cpp").write_text("// SPDX-License-Identifier: Apache-2.0 WITH LLVM-exception\n" + cpp("b"))
-    make_project(tmp_path / "in", "v")
-    prepare(tmp_path / "out", f"--projects_dir={tmp_path / 'in'}", "--val_projects=v")
-    assert {document["path"]: document["licence"] for document in read(tmp_path / "out", "base_data_v3")} == {
-        "src/file0.cpp": "unknown", "src/b.cpp": "Apache-2.0 WITH LLVM-exception"}

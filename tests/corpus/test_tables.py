@@ -239,16 +239,10 @@ def test_the_flag_of_tables_needs_one_and_the_corpus_may_not_lie_in_it(tmp_path)
     assert manifest(tmp_path / "in" / "out")["totals"]
 
 
-def test_a_folder_with_cpp_stays_a_project_whatever_tables_it_has(tmp_path):
-    write_table(make_project(tmp_path, "mine") / "testing" / "a.parquet", ROWS)
-    assert tables.open_table(tmp_path / "mine") is None
-    assert tables.open_table(Path(sys.executable)) is None
-
-
-def test_tables_in_folders_that_begin_with_an_underscore_are_left_out_but_cpp_there_makes_a_project(tmp_path):
+def test_a_folder_with_cpp_is_no_table_and_tables_in_folders_that_begin_with_an_underscore_are_left_out(tmp_path):
     folder = write_table(tmp_path / "_in" / "year=2024" / "a.parquet", ROWS).parent.parent
     write_table(folder / "_delta_log" / "deeper" / "b.parquet", ROWS)
     write_table(folder / "year=2024" / "_temporary" / "c.parquet", ROWS)
     assert tables.open_table(folder).files == ("year=2024/a.parquet",)
     (folder / "_delta_log" / "a.cpp").touch()
-    assert tables.open_table(folder) is None
+    assert tables.open_table(folder) is tables.open_table(Path(sys.executable)) is None

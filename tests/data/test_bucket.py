@@ -84,14 +84,10 @@ def cached_bytes(base_dir):
 
 def test_shards_have_the_order_and_the_fingerprint_of_those_on_disk_also_in_folders_below(
         folder, storage, tmp_path, capsys):
-    (folder / "b").mkdir()
-    (folder / "a").mkdir()
-    for path in list(folder.glob("*.parquet")):
-        path.rename(folder / "b" / path.name)
-    write(folder / "a" / "shard_1.parquet", ["int x;"])
-    write(folder / "a" / "other.parquet", ["int y;"])
-    (folder / "a" / "further").mkdir()
-    write(folder / "a" / "further" / "left.parquet", ["int z;"])
+    write(tmp_path / "deep/a/shard_1.parquet", ["int x;"])
+    folder = folder.rename(tmp_path / "deep/b").parent
+    write(folder / "a/other.parquet", ["int y;"])
+    write(folder / "a/further/left.parquet", ["int z;"])
     storage.copy(folder, "b", "deep")
     storage.put("b", "deep/notes.txt", b"")
     storage.page_size = 2

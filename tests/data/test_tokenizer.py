@@ -46,17 +46,6 @@ FRAGMENTS = [
 ]
 
 
-@pytest.mark.parametrize("texts", [
-    ["int x;\n", "", "a <= b", " \n", "\n}", "return 0;"],
-    ["int x;\n", "// é\n", b"caf\xe9 \xff", b"plain", "// <bos>", "x\ud800"],
-    ["one", "text with <|bos|> in it", "<|bos|>", "<|fim_prefix|>"],
-    [],
-])
-def test_documents_encoded_together_are_as_each_alone(shipped, texts):
-    documents = shipped.encode_documents(texts)
-    assert [ids.tolist() for ids in documents] == [[shipped.bos_id, *shipped.encode(text)] for text in texts]
-
-
 @settings(max_examples=200, deadline=None, derandomize=True, database=None)
 @given(parts=st.lists(st.one_of(st.sampled_from(FRAGMENTS), st.text(max_size=9), st.binary(max_size=9),
                                 st.sampled_from(["\udce9", "\ud800"]))))
@@ -82,7 +71,7 @@ def test_malformed_bytes_leave_the_tokens_around_them_alone(shipped):
     assert len(shipped.encode(b"\xff\xfe")) == 2
 
 
-@pytest.mark.parametrize("line", ["a", " ", "=", "\n\t", "xY", "é", "<|bos|>", b"caf\xe9 ", b"\xff"])
+@pytest.mark.parametrize("line", ["a", " ", "\n\t", "é", "<|bos|>", b"caf\xe9 "])
 def test_one_endless_line_is_cut_into_short_pieces_and_comes_back(shipped, line):
     text = line * (1_000_000 // len(line))
     if isinstance(text, str):  # the time for a piece grows faster than its length
@@ -112,16 +101,13 @@ def test_tokens_are_the_parts_of_cpp(shipped, text, expected):
     assert [shipped.decode([token]) for token in shipped.encode(text)] == expected
 
 
-def test_the_shipped_tokenizer_has_65536_tokens_with_all_special_ones(shipped):
+def test_the_shipped_tokenizer_has_65536_tokens_with_all_special_ones_and_tiktoken_reads_it(shipped):
     assert shipped.n_vocab == 65536
     assert [shipped.special(name) for name in SPECIAL_TOKENS] == list(range(65536 - len(SPECIAL_TOKENS), 65536))
     assert shipped.bos_id == shipped.special("<|bos|>")
     assert shipped.decode([shipped.bos_id]) == "<|bos|>"
     with pytest.raises(BadInput, match=r"<\|nothing\|>"):
         shipped.special("<|nothing|>")
-
-
-def test_the_shipped_vocabulary_is_read_by_tiktoken(shipped):
     ranks = tiktoken.load.load_tiktoken_bpe(str(SHIPPED_DIR / "vocabulary.tiktoken"))
     encoding = tiktoken.Encoding("again", pat_str=tok_train.PATTERN, mergeable_ranks=ranks, special_tokens={})
     assert all(encoding.encode_ordinary(text) == shipped.encode(text) for text in HEADERS[:20])
