@@ -1,7 +1,7 @@
 """Copies sources from data sets of Hugging Face's Hub to this machine."""
 from pathlib import Path
 
-from nanochat.common import BadInput, locked
+from nanochat.common import BadInput, locked, written_whole
 from nanochat.data.hub_files import PLACE
 from nanochat.data.remote import OUTAGE_S, Interruption, Retries, download, outage, patiently
 from nanochat.data.storage import list_files, read_range
@@ -43,7 +43,5 @@ def _download(url, files):
 
         for path, stored in files.items():
             path.parent.mkdir(parents=True, exist_ok=True)
-            unfinished = path.with_name(f".{path.name}.partial")
-            with open(unfinished, "wb") as file:
+            with written_whole(path) as unfinished, open(unfinished, "wb") as file:
                 download(read, file.fileno(), 0, stored.size, Retries(stored.url, OUTAGE_S))
-            unfinished.rename(path)

@@ -17,7 +17,7 @@ def worker_pool(workers):
     if workers == 1:
         yield _run_here
         return
-    # spawn, because this process has threads by now (apt's downloads, pyarrow, tqdm), and fork would break them
+    # spawn, because this process has threads by now (pyarrow, tqdm), and fork would break them
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=end_with_parent,
                              initargs=(os.getpid(),)) as pool:
         try:
