@@ -71,12 +71,6 @@ def start(address, *flags):
     return COMMANDS[-1]
 
 
-def finish(process):
-    output, _ = process.communicate(timeout=200)
-    assert process.returncode == 0, output
-    return output
-
-
 def kill_in_the_middle(raylets, folder, pattern, process):
     """Stops a worker of one of the nodes as soon as it has begun, and not yet finished, a file; then kills its node."""
     while process.poll() is None:
@@ -127,7 +121,8 @@ def test_the_bytes_are_those_of_one_machine_though_nodes_and_the_command_are_kil
     process = start(address, f"--out_dir={nodes}", *flags)
     kill_in_the_middle(raylets, nodes, "*/*/shard_*.partial", process)
     assert kept.items() <= {path: path.stat().st_mtime_ns for path in nodes.glob(".work/*/scans/*/stats.json")}.items()
-    assert "warning: the Ray cluster asks for no token" in finish(process)
+    output, _ = process.communicate(timeout=200)
+    assert process.returncode == 0 and "warning: the Ray cluster asks for no token" in output, output
     assert shard_hashes(nodes) == shard_hashes(tmp_path / "whole") and manifest(nodes) == manifest(tmp_path / "whole")
     assert {path.name for path in nodes.iterdir()} == {"base_data_v3", "val", "manifest.json", ".prepare_data.lock"}
     assert len(raylets) == 1

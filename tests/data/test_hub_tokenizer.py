@@ -294,12 +294,9 @@ def test_text_that_would_become_a_control_token_is_refused(made):
 def test_a_file_that_earlier_versions_read_has_the_hash_that_their_checkpoints_have():
     """But not if documents would begin with another token, so that a run would not go on with the same rows."""
     byte_level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-
-    def sha256(*special):
-        return HubTokenizer(hub.files_of(hub.train(byte_level, special), {})).sha256
-
-    assert sha256("<s>", "<fim_prefix>", "<pad>").startswith("58fc5206176122be")  # found by that version
-    file = hub.files_of(hub.train(byte_level, ("<s>", "<|endoftext|>")), {})
-    assert HubTokenizer(file).sha256 == hashlib.sha256(file["tokenizer.json"]).hexdigest()
+    files = hub.files_of(hub.train(byte_level, ("<s>", "<fim_prefix>", "<pad>")), {})
+    assert HubTokenizer(files).sha256.startswith("58fc5206176122be")  # found by that version
+    content = files["tokenizer.json"].replace(b"<fim_prefix>", b"<|endoftext|>")
+    assert HubTokenizer({"tokenizer.json": content}).sha256 == hashlib.sha256(content).hexdigest()
     shipped = load_tokenizer(SHIPPED_DIR)
     assert HubTokenizer({"tokenizer.json": tokenizer_json(shipped).encode()}).sha256 == shipped.sha256
