@@ -40,8 +40,9 @@ def save_in_pieces(run_dir, step, delay_s=0.0):
 
     def write(writer):
         time.sleep(delay_s * writer)
-        save_lane_states(run_dir, step, {writer: {"row": step + writer}})
         write_part(run_dir, step, layout, *part_of(state, layout, writer))
+        time.sleep(delay_s)
+        save_lane_states(run_dir, step, {writer: {"row": step + writer}})
 
     threads = [threading.Thread(target=write, args=(writer,)) for writer in range(1, WRITERS)]
     for thread in threads:
