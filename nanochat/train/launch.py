@@ -32,9 +32,7 @@ def launch(flags, device_type, make_task):
     name = flags.run.run
     try:
         status = train_on(device_type, flags, make_task)
-    except KeyboardInterrupt:  # before training began, for example while waiting for the mirror
-        return 130
-    except Exception as error:
+    except Exception as error:  # not Ctrl-C, which comes before training begins: run_script ends the process at once
         alert(f"run {name} failed: {error}")
         raise
     ends = {0: "finished", stopping.EXIT_STATUS: "was stopped, and what it has trained is saved"}

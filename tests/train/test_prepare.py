@@ -9,8 +9,8 @@ import torch
 from nanochat.checkpoint import on_disk
 from nanochat.common import BadInput
 from nanochat.device.ranks import Dist
+from nanochat.train import launch
 from nanochat.train.flags import FlagGroups, RecordFlags, RunFlags
-from nanochat.train.launch import train_on
 from nanochat.train.prepare import Run, prepare, run_directory
 from nanochat.train.start import saved_meta
 from tests.checkpoint.states import flip_a_byte, save
@@ -101,7 +101,16 @@ def test_a_run_on_several_hosts_without_a_mirror_is_refused_before_it_waits_for_
     monkeypatch.setenv("NANOCHAT_HOSTS", "a,b")
     monkeypatch.setenv("NANOCHAT_HOST_INDEX", "1")
     with pytest.raises(BadInput, match="several hosts needs --checkpoint_mirror"):
-        train_on("xla", Flags(RunFlags(run="a"), RecordFlags()), None)
+        launch.train_on("xla", Flags(RunFlags(run="a"), RecordFlags()), None)
+
+
+def test_ctrl_c_before_training_is_run_script_s_which_says_so_and_waits_for_nothing(monkeypatch):
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(launch, "train_on", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        launch.launch(Flags(RunFlags(run="a"), RecordFlags()), "cpu", None)
 
 
 @pytest.mark.parametrize("name", ["a/b", "", ".hidden", "-x", "a b", "a" * 201, "é" * 101])
