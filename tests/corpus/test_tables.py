@@ -133,21 +133,24 @@ def test_text_is_read_whatever_its_type(tmp_path):
 
 
 def test_memory_is_bounded_by_a_few_rows_and_not_by_the_row_group_or_the_file(tmp_path):
-    """80 MB of text that hardly compresses, in one row group and in one file of JSON Lines."""
+    """170 MB of text that hardly compresses, in one row group and in one file of JSON Lines."""
     program = """
-import resource, sys
+import re, sys
 from pathlib import Path
 from nanochat.corpus import tables
+def peak_kib():
+    return int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
 for path in map(Path, sys.argv[1:]):
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = peak_kib()
     nbytes = sum(row.nbytes for piece in tables.pieces(tables.open_table(path)) for row in tables.iter_rows(piece))
-    print(nbytes >> 20, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before >> 10)
+    print(nbytes >> 20, peak_kib() - before >> 10)
 """
     block = [f"{number} ".encode().hex() * 50 for number in range(100_000)]
     texts = ["".join(block[start::1000]) for start in range(1000)] * 3
     texts = [f"{number} {text}" for number, text in enumerate(texts)]
     table = pa.table({"text": texts})
-    pq.write_table(table, tmp_path / "a.parquet", row_group_size=len(texts), use_dictionary=False)
+    # A page, of which Arrow holds one, gets so many rows at a time.
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=len(texts), use_dictionary=False, write_batch_size=16)
     with pa.output_stream(tmp_path / "a.jsonl.zst", compression="zstd") as file:
         for text in texts:
             file.write(json.dumps({"text": text}).encode() + b"\n")
@@ -156,7 +159,7 @@ for path in map(Path, sys.argv[1:]):
     for line in run.stdout.splitlines():
         if not line.startswith("/"):
             mebibytes, peak = map(int, line.split())
-            assert mebibytes > 70 and peak < 60, run.stdout
+            assert mebibytes > 160 and peak < 80, run.stdout
 
 
 # -----------------------------------------------------------------------------
