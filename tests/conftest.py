@@ -124,6 +124,7 @@ def save_byte_tokenizer(path, *merged):
     from nanochat.data.tokenizer import Tokenizer
     from nanochat.data.tokenizer_files import SPECIAL_TOKENS
     ranks = {token: rank for rank, token in enumerate([*(bytes([byte]) for byte in range(256)), *merged])}
+    path.mkdir(exist_ok=True)
     Tokenizer(ranks, r"[^\n]+|\n", {name: len(ranks) + i for i, name in enumerate(SPECIAL_TOKENS)}).save(path)
     return path
 
