@@ -1,5 +1,6 @@
 """The order of the folders, read from the imports, and what a wheel of the project contains."""
 import ast
+import importlib
 import re
 import shutil
 import subprocess
@@ -127,6 +128,11 @@ def test_a_script_reads_its_flags_without_torch_which_takes_seconds_to_import():
               "importlib.import_module(f'scripts.{name}') and 'torch' in sys.modules])"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert len(names) > 10 and done.stdout == "[]\n", done.stdout + done.stderr
+
+
+def test_the_programs_of_dev_find_what_they_import():
+    for path in (ROOT / "dev").glob("*.py"):
+        importlib.import_module(f"dev.{path.stem}")
 
 
 def test_no_python_file_is_longer_than_600_lines():

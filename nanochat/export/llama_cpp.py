@@ -206,9 +206,12 @@ def _stored(name, weight, kind):
         raise BadInput(f"{name} has a value that is not finite: give another checkpoint")
     if weight.ndim == 1:
         return weight, None
-    if kind == "q8_0" and weight.shape[1] % BLOCK == 0:
+    largest = np.abs(weight).max()
+    # With attention's matrices in 8 bits, too, SmolLM2-135M needs 0.40% more bits per byte, and 0.17% without.
+    stays_f16 = ".attn_" in name and largest <= LARGEST_F16
+    if kind == "q8_0" and weight.shape[1] % BLOCK == 0 and not stays_f16:
         return quants.quantize(weight, GGMLQuantizationType.Q8_0), GGMLQuantizationType.Q8_0
-    if (largest := np.abs(weight).max()) > LARGEST_F16:
+    if largest > LARGEST_F16:
         raise BadInput(f"{name} has {largest:,.0f}, and f16 ends at {LARGEST_F16:,}: give --gguf=q8_0, for rows of "
                        f"whole {BLOCK}, or export for transformers")
     return weight.astype(np.float16), None

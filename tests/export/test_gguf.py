@@ -50,7 +50,9 @@ def test_transformers_reads_the_same_weights_and_sizes(tmp_path, base_dir, kind,
     theirs.load_state_dict(found, strict="tied" not in kind)
     for name, tensor in tensors_in(tmp_path / "model").items():
         expected = tensor.float() if tensor.ndim == 1 else tensor.to(torch.float16).float()
-        if flags and tensor.ndim == 2 and tensor.shape[1] % 32 == 0:  # half a step of 127, and the step's rounding
+        is_attention = ".self_attn." in name
+        # Half a step of 127, and the step's rounding.
+        if flags and tensor.ndim == 2 and tensor.shape[1] % 32 == 0 and not is_attention:
             assert 0 < (found[name] - expected).abs().max() <= 0.6 * tensor.abs().max() / 127, name
         else:
             assert torch.equal(found[name], expected), name
@@ -62,6 +64,7 @@ def test_transformers_reads_the_same_weights_and_sizes(tmp_path, base_dir, kind,
     types = {name: tensor.tensor_type.name for name, tensor in stored.items()}
     assert types["blk.0.ffn_norm.weight"] == "F32" and types["blk.0.ffn_down.weight"] == "F16"  # rows of 48
     assert types["token_embd.weight"] == ("Q8_0" if flags else "F16")
+    assert types["blk.0.attn_output.weight"] == "F16"
     if not flags:
         ids = torch.randint(257, (2, 50), generator=torch.Generator().manual_seed(2))
         with torch.no_grad():
