@@ -13,7 +13,7 @@ me=$0; while [ -L "$me" ]; do l=$(readlink "$me"); case $l in /*) me=$l ;; *) me
 parse "" "$@"
 need_room
 HOST=${ARGS[0]:-$NAME}
-[ -n "$HOST" ] && [ ${#ARGS[@]} -lt 2 ] || die 2 "one HOST is needed: status.sh HOST, or NAME in deploy/config.env"
+if [ -z "$HOST" ] || [ ${#ARGS[@]} -gt 1 ]; then die 2 "one HOST is needed: status.sh HOST, or NAME in deploy/config.env"; fi
 
 field() { sed -n "s/^$1=//p" "$TMP/probe"; }
 # ask I puts what from_vm.py lets through of the answer of host I into the file that field reads.

@@ -37,7 +37,7 @@ take_name
 # One project and account for the whole watch. A VM of this name that may exist elsewhere would be forgotten.
 [ -n "$DRY_RUN" ] || settle "$NAME"
 for file in "$MEMORY"/*/*/"$NAME"; do
-  [ -f "$file" ] && [ -z "$DRY_RUN" ] || continue
+  if [ ! -f "$file" ] || [ -n "$DRY_RUN" ]; then continue; fi
   zone=${file%/*} project=${file%/*/*}
   case ",$ZONES,:$project" in *",${zone##*/},"*":$MEMORY/$PROJECT") ;; *)
     die 2 "$NAME may exist in ${zone##*/} of project ${project##*/}, and cost money: give this --zones and --project," \

@@ -75,8 +75,10 @@ check_limit() {
   if [ -z "$NODE" ]; then echo "the VM stays: its name is not known"; return; fi
   if [ "$now" -lt "$last" ]; then
     # The last half is left to the machine that may be fetching the run. Only a pod's first host knows the mirror.
-    [ -z "$unsaved" ] && [ "$now" -ge $((END - RESERVE_S / 2)) ] ||
-      { echo "not yet deleted: ${unsaved:-waiting}"; return; }
+    if [ -n "$unsaved" ] || [ "$now" -lt $((END - RESERVE_S / 2)) ]; then
+      echo "not yet deleted: ${unsaved:-waiting}"
+      return
+    fi
     case $(metadata attributes/agent-worker-number 2>/dev/null || true) in [1-9]*) return ;; esac
   fi
   answer=$(api DELETE "${CLOUDSDK_API_ENDPOINT_OVERRIDES_TPU:-https://tpu.googleapis.com/}v2/$NODE")

@@ -67,13 +67,13 @@ class Mirror:
     def require_same_run(self, checkpoint):
         """Raises BadInput if the newest whole copy is of another run than the `checkpoint` on this disk: of one that
         has the same name by chance. Neither may replace the other."""
-        copies = self.whole_copies()
-        meta = copies and self._files().get(f"{copies[-1]}/{META}")
-        if not meta:
+        files = self._files()
+        whole = [name for name, names in _copies(files).items() if {SUMS, META} <= names]
+        if not whole:
             return
-        copy = on_disk.partial_dir(checkpoint.parent, step_of(copies[-1]))
+        copy = on_disk.partial_dir(checkpoint.parent, step_of(whole[-1]))
         copy.mkdir(exist_ok=True)
-        self._copy({META: meta}, copy)
+        self._copy({META: files[f"{whole[-1]}/{META}"]}, copy)
         runs = {_run_of(checkpoint), _run_of(copy)}
         shutil.rmtree(copy)
         if len(runs - {None}) > 1:

@@ -59,7 +59,7 @@ def load_model(path, dist, *, tokenizer_dir=None, kernel="auto", quantize="none"
     kernels = get_kernels(kernel_for(config, kernel, dist.device_type), dist.device_type,
                           Sharding.of_mesh(mesh, config.vocab_size))
     try:
-        readers = tensor_readers(path, MODEL)
+        readers = tensor_readers(path, MODEL) if quantize == "int8" else {}
         state = load_tensors(path, MODEL)
         if {name: tuple(tensor.shape) for name, tensor in state.items()} != shapes(config):
             raise RuntimeError("its weights are not those of its config")

@@ -135,15 +135,14 @@ def test_text_is_read_whatever_its_type(tmp_path):
 def test_memory_is_bounded_by_a_few_rows_and_not_by_the_row_group_or_the_file(tmp_path):
     """170 MB of text that hardly compresses, in one row group and in one file of JSON Lines."""
     program = """
-import re, sys
+import sys
 from pathlib import Path
 from nanochat.corpus import tables
-def peak_kib():
-    return int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
+from tests.memory import peak_bytes
 for path in map(Path, sys.argv[1:]):
-    before = peak_kib()
+    before = peak_bytes()
     nbytes = sum(row.nbytes for piece in tables.pieces(tables.open_table(path)) for row in tables.iter_rows(piece))
-    print(nbytes >> 20, peak_kib() - before >> 10)
+    print(nbytes >> 20, peak_bytes() - before >> 20)
 """
     block = [f"{number} ".encode().hex() * 50 for number in range(100_000)]
     texts = ["".join(block[start::1000]) for start in range(1000)] * 3

@@ -335,18 +335,15 @@ def test_a_document_of_20_megabytes_takes_little_memory(tmp_path):
     paths = [str(write(tmp_path / "alone.parquet", [long])),
              str(write(tmp_path / "among_others.parquet", [short, long] * 2 + [short] * 1000, 500))]
     program = f"""
-import re
 import torch
-from pathlib import Path
 from tests.data.documents import open_loader
-def peak_kib():
-    return int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
-before = peak_kib()
+from tests.memory import peak_bytes
+before = peak_bytes()
 for path in {paths}:
     with open_loader([path], batch_size=64, seq_len=1024, num_lanes=64) as loader:
         for _ in range(20):
             next(loader)
-print((peak_kib() - before) // 1024)
+print((peak_bytes() - before) >> 20)
 """
     del long
     grown_mb = int(subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True,

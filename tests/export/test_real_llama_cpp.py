@@ -32,7 +32,7 @@ server = xllamacpp.Server(params)
 print(server.listening_address, flush=True)
 sys.stdin.read()
 """
-TEXTS = [*HEADERS[:20], "1 12 123 1234 1234567 0x12345 3.14159f", "a\u0663\u0664\u0665\u0666" + "7654321",
+TEXTS = [*HEADERS[:60], "1 12 123 1234 1234567 0x12345 3.14159f", "a\u0663\u0664\u0665\u0666" + "7654321",
          "\n\n \t x  y\r\n", "<|bos|> is text, as is <|file_sep|>"]
 
 
@@ -95,7 +95,7 @@ def test_ids_completions_and_gaps_are_ours(tmp_path, base_dir, name, options):
         for text in TEXTS:
             found = ask("/tokenize", content=text, add_special=False, parse_special=False)["tokens"]
             assert found == tokenizer.encode(text), text[:100]
-        for text in HEADERS[:5]:
+        for text in HEADERS[:10]:
             ids = [tokenizer.bos_id, *tokenizer.encode(text)[:60]]
             found = ask("/completion", prompt=ids, n_predict=16, temperature=0, return_tokens=True,
                                cache_prompt=False)["tokens"]

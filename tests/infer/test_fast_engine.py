@@ -160,16 +160,15 @@ def test_loading_8_bits_never_holds_the_model_in_fp32(tmp_path, byte_tokenizer_d
         config = GPTConfig(vocab_size=tokenizer.n_vocab, max_seq_len=64, n_head=4, n_kv_head=4, **size)
         paths[name] = save_model(tmp_path / name, build(config), tokenizer)
     program = f"""
-import re
 import torch
 from pathlib import Path
 from nanochat.device.ranks import Dist
 from nanochat.infer.load import load_model
+from tests.memory import peak_bytes
 
 def load(path):
     load_model(Path(path), Dist("cpu", torch.device("cpu")), tokenizer_dir="{byte_tokenizer_dir}", quantize="int8")
-    status = Path("/proc/self/status").read_text()  # ru_maxrss would count what the parent held
-    return 1024 * int(re.search(r"VmHWM:\\s+(\\d+) kB", status)[1])
+    return peak_bytes()
 
 before = load("{paths["small"]}")  # with all modules
 print(load("{paths["large"]}") - before)
