@@ -106,4 +106,7 @@ def bucket(gcloud, tmp_path, monkeypatch):
     monkeypatch.setattr(gcs, "_tokens", {})
     monkeypatch.setattr(storage, "BLIP_S", 0)
     yield bucket
+    for thread in threading.enumerate():  # they would read from the bucket of the next test
+        if thread.name == "read-ahead":
+            thread.join(60)
     bucket.close()
