@@ -83,9 +83,9 @@ def require_time(plan, num_iterations):
     say(f"{plan.num_iterations:,} steps take {text} on this CPU; for a first try add {FIRST_TRY}")
 
 
-def seconds_of_row(config):
+def seconds_of_row(config, compute_dtype=torch.float32):
     """Returns the seconds of the forward and the backward pass of one row on this CPU."""
-    model = config.new_model(get_kernels("current", "cpu"))
+    model = config.new_model(get_kernels("current", "cpu"), compute_dtype)
     model.init_weights()
     ids = torch.zeros((1, config.max_seq_len), dtype=torch.int64)
     begun = time.monotonic()

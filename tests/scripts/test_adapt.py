@@ -138,6 +138,14 @@ def test_imported_weights_are_adapted_in_small_steps_at_one_ten_thousandth(monke
     assert adapt.fim_rate_for(make_meta(flags={"fim_rate": 0.25}), None) == 0.25
 
 
+@pytest.mark.parametrize("has_products, device_type, dtype", [
+    (True, "cpu", "bfloat16"), (False, "cpu", "float32"), (True, "xla", "float32"), (True, "tpu", "bfloat16")])
+def test_a_cpu_that_has_products_in_bfloat16_adapts_with_them(monkeypatch, has_products, device_type, dtype):
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has_products)
+    flags = begun_with(device_type=device_type).devices
+    assert flags.dtype_on(device_type) == getattr(torch, dtype)
+
+
 @pytest.mark.slow
 def test_a_public_model_is_adapted_with_installed_headers_for_its_unknown_data(base_dir, project, capfd):
     tokenizer = hub_tokenizer(qwen)
