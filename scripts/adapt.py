@@ -18,6 +18,7 @@ import shutil
 import time
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
+from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
@@ -43,7 +44,13 @@ from nanochat.data.tokenizer import FIM_TOKENS, load_tokenizer
 from nanochat.device.ranks import resolve_device_type
 from nanochat.record.history import read_run
 from nanochat.record.metrics import METRICS_FILE, format_duration
-from nanochat.run.processes import expected_world_size, require_success, run_module, started_module
+from nanochat.run.processes import (
+    begin_with_parent,
+    expected_world_size,
+    require_success,
+    run_module,
+    started_module,
+)
 from nanochat.run.stopping import EXIT_STATUS
 from scripts.prepare_data import choose_held_out
 
@@ -144,7 +151,9 @@ def count_steps(flags, meta, own, tokenizer):
     if flags.device_type in ("cpu", "xla"):
         config = meta.model_config.with_rows(row)
         dtype = DeviceFlags(compute_dtype=dtype_for(flags.device_type)).dtype_on(flags.device_type)
-        seconds = min(seconds_of_row(config, dtype) for _ in range(3)) / row  # of a token; the first warms up
+        # A process of its own, because 2 GB of its memory would stay in use. The first row warms up.
+        with get_context("spawn").Pool(1, begin_with_parent) as process:
+            seconds = min(process.starmap(seconds_of_row, [(config, dtype)] * 3)) / row  # of a token
         steps = max(EVALUATIONS, min(steps, (1 - EVALUATION_SHARE) * 60 * flags.minutes / (seconds * tokens)))
         # An evaluation takes a third of the time of training on its tokens.
         most = EVALUATION_SHARE * 60 * flags.minutes / (EVALUATIONS + 1) / (seconds / 3)

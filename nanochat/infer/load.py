@@ -11,7 +11,7 @@ from nanochat.common import BadInput
 from nanochat.data.tokenizer import check_tokenizer, load_tokenizer
 from nanochat.device.mesh import ONE_CHIP
 from nanochat.infer.quantize import Int8GPT
-from nanochat.kernels.choose import get_kernels, kernel_for
+from nanochat.kernels.choose import get_kernels
 from nanochat.kernels.sharded import Sharding
 from nanochat.model.parts import Parts
 from nanochat.model.weights import shapes
@@ -56,8 +56,7 @@ def load_model(path, dist, *, tokenizer_dir=None, kernel="auto", quantize="none"
     tokenizer = load_tokenizer(tokenizer_dir, path)
     check_tokenizer(tokenizer, meta.config["vocab_size"], meta.tokenizer_sha256)
     config = meta.model_config
-    kernels = get_kernels(kernel_for(config, kernel, dist.device_type), dist.device_type,
-                          Sharding.of_mesh(mesh, config.vocab_size))
+    kernels = get_kernels(kernel, dist.device_type, Sharding.of_mesh(mesh, config.vocab_size))
     try:
         readers = tensor_readers(path, MODEL) if quantize == "int8" else {}
         state = load_tensors(path, MODEL)

@@ -14,12 +14,10 @@ CHUNK = 256  # positions that are normalised and transposed at a time
 
 def require_shapes(kernel, config, device_type):
     """Raises BadInput if `kernel` is flash and cannot run a config's model on `device_type`."""
-    if kernel == "flash" and not config.has_layer_by_hand:
-        raise BadInput(f"--kernel=flash has no layer of --arch={config.arch}: use --kernel=chunked")
     head_dim = config.head_dim
     length = config.max_seq_len
     step = 128 if device_type == "tpu" else 1
-    if kernel == "flash" and (head_dim != HEAD_DIM or not is_length(length, step)):
+    if kernel == "flash" and config.has_layer_by_hand and (head_dim != HEAD_DIM or not is_length(length, step)):
         raise BadInput(f"--kernel=flash has heads of {HEAD_DIM} and sequences of up to {MAX_WHOLE:,} in steps of 128 "
                        f"and up to {MAX_SEQ_LEN:,} in steps of {SEGMENT:,}, not heads of {head_dim} and {length}: "
                        "change --num_heads or --max_seq_len, or use --kernel=chunked")

@@ -5,7 +5,7 @@
 | `current` | everywhere             | one after another | PyTorch's         | all tokens (loss.py)             |
 | `chunked` | TPU, XLA               | a loop            | PyTorch's         | up to 8,192 tokens (xla_loss.py) |
 | `chunked` | CPU, CUDA              | one after another | PyTorch's         | 1,024 tokens (loss.py)           |
-| `flash`   | TPU with jax           | a loop            | one Pallas kernel | up to 8,192 tokens (xla_loss.py) |
+| `flash`   | TPU with jax           | a loop            | Pallas kernels    | up to 8,192 tokens (xla_loss.py) |
 
 With a teacher, the loss of `current` holds the logits of all tokens, the others those of a chunk; loss.py has the
 mathematics. `auto` is `flash` on a TPU with jax installed, `chunked` on a TPU without it, and otherwise
@@ -27,13 +27,6 @@ def available_kernels(device_type):
     if device_type in ("tpu", "xla") and importlib.util.find_spec("jax"):
         names.append("flash")
     return names
-
-
-def kernel_for(config, name, device_type):
-    """Returns the --kernel `name` for a model's config: on a TPU, `auto` never means `flash` if that lacks its layer.
-    """
-    is_auto = name == "auto" and device_type == "tpu"
-    return "chunked" if is_auto and not config.has_layer_by_hand else name
 
 
 def get_kernels(name, device_type, sharding=WHOLE, chunk_tokens=None, products="bfloat16"):

@@ -35,6 +35,8 @@ class AttentionByHand:
     backward: Callable
     # log_sums_shape(B, T, width of q) -> the shape of a layer's log_sums. None: there are none.
     log_sums_shape: Callable | None = None
+    # of_heads(q, k, v, window): as Kernels.attention, for a layer that is differentiated.
+    of_heads: Callable = plain.attention
     # row_major_matmul(x, weight): x @ weight for (B, T, in) and (in, out), stored in this order on a TPU.
     row_major_matmul: Callable = torch.matmul
 
@@ -79,7 +81,7 @@ def layer_for_loop(how):
 
 def _by_definition(how, x, x0, weights, window, tables, value):
     rotary = [table.to(x.dtype) for table in tables]
-    arguments = [x, x0, weights, rotary, layers.WholeText(plain.attention, window), value]
+    arguments = [x, x0, weights, rotary, layers.WholeText(how.attention.of_heads, window), value]
     if how.sharding.tensor_groups:
         arguments += layers.PLAIN, how.sharding.ranks()
     return how.options.layer(*arguments)

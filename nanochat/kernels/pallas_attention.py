@@ -6,6 +6,9 @@ bounds every score by √128 < 12, and exp(12) × MAX_SEQ_LEN is far from the li
 logarithm of each query's sum of exponentials, so that the backward pass knows a probability as soon as it knows the
 score.
 
+Heads of the Llama family come without a norm (pallas_parts.Heads), and rotated. The forward kernel finds the maximum of
+each query's scores first, which only pallas_short.py does.
+
 pallas_short.py computes sequences that fit into VMEM as a whole. The kernels here divide longer ones into segments. A
 step of a program computes the scores of one segment's queries with one segment's keys, the same or an earlier one, and
 adds to sums that stay in VMEM: without a maximum, partial sums just add. Pairs of segments out of the window's reach
@@ -34,7 +37,7 @@ def forward(place, q, *others, max_whole=MAX_WHOLE, **options):
     pallas_parts.rotated_norm, fp32.
     max_whole: the longest sequence that is in VMEM as a whole.
     options: `windows`, the different sizes, ints; empty: all layers see all positions, and place[1] is ignored.
-    `matrix_unit`, the width of the chip's matrix units; `eps`; `interpret`.
+    `matrix_unit`, the width of the chip's matrix units; `heads`, pallas_parts.Heads; `interpret`.
     """
     if q.shape[2] <= max_whole:
         return pallas_short.forward(place, q, *others, **options)
@@ -98,7 +101,7 @@ def _clear(*sums):
         total[...] = zero
 
 
-def _forward_kernel(place, refs, *, eps, window, cases, num_steps):
+def _forward_kernel(place, refs, *, heads, window, cases, num_steps):
     i, j, is_first = _here(place, num_steps)
 
     @pl.when(is_first)
@@ -117,7 +120,7 @@ def _forward_kernel(place, refs, *, eps, window, cases, num_steps):
     for first, last, tiles in cases:
         @pl.when((i - j >= first) & (i - j <= last))
         def _(tiles=tiles, end=add if first else finish):
-            pallas_short.Outputs(tiles, refs, end, eps=eps, window=window).compute()
+            pallas_short.Outputs(tiles, refs, end, heads=heads, window=window).compute()
 
 
 class _Gradients(pallas_short.Scores):
@@ -162,10 +165,11 @@ class _Gradients(pallas_short.Scores):
         # sums so far, and the last one the final sums.
         if self.is_last and tile.is_last:
             d_q = refs.dq_sum[:, tile.rows] if self.is_wide else refs.dq_sum[tile.rows].T
-            pallas_short.write_gradients(tile.rows, d_q, refs.dk_sum.at[self.j], refs.dv_sum.at[self.j], refs)
+            pallas_short.write_gradients(tile.rows, d_q, refs.dk_sum.at[self.j], refs.dv_sum.at[self.j], refs,
+                                         self.heads)
 
 
-def _backward_kernel(place, refs, *, eps, window, cases, num_steps, matrix_unit):
+def _backward_kernel(place, refs, *, heads, window, cases, num_steps, matrix_unit):
     i, j, is_first = _here(place, num_steps)
     adds_gradients = place[2 + 2 * num_steps + pl.program_id(3)]
 
@@ -178,7 +182,7 @@ def _backward_kernel(place, refs, *, eps, window, cases, num_steps, matrix_unit)
         _clear(refs.dk_sum, refs.dv_sum)
 
     def work(tiles, is_second, is_last):
-        pair = _Gradients(tiles, refs, j, is_last=is_last, matrix_unit=matrix_unit, eps=eps, window=window)
+        pair = _Gradients(tiles, refs, j, is_last=is_last, matrix_unit=matrix_unit, heads=heads, window=window)
         first = [(0, pair.compute_scores), (0, pair.compute_d_weights)]
         if is_second:
             # As in pallas_short._backward_kernel, but the means are known: no tile waits for another.
@@ -209,7 +213,8 @@ def _tables(cos, sin):
     return {"cos_q": ("q table", cos), "sin_q": ("q table", sin), "cos_k": ("k table", cos), "sin_k": ("k table", sin)}
 
 
-def forward_in_segments(place, q, k, v, cos, sin, *, windows, matrix_unit, eps, segment, interpret=False):
+def forward_in_segments(place, q, k, v, cos, sin, *, windows, matrix_unit, segment, heads=parts.WITH_NORM,
+                        interpret=False):
     """As `forward`. segment: positions of a segment; it divides the sequence."""
     length = q.shape[2]
     inputs = {"q": ("q stack", q), "k": ("k stack", k), "v": ("k stack", v), **_tables(cos, sin)}
@@ -220,13 +225,14 @@ def forward_in_segments(place, q, k, v, cos, sin, *, windows, matrix_unit, eps, 
         pairs = list_pairs(length // segment, segment, window)
         cases = list_cases(pairs, segment, tiling.FORWARD_TILES[matrix_unit], window)
         scores = _scores(pairs, cases)
-        kernel = partial(_forward_kernel, cases=cases, num_steps=len(pairs), eps=eps, window=window)
+        kernel = partial(_forward_kernel, cases=cases, num_steps=len(pairs), heads=heads, window=window)
         return parts.run(kernel, place, operands, segment, (4 * HEAD_DIM * scores, scores), pairs, interpret)
 
     return parts.by_window(call, place[1], length, windows)
 
 
-def backward_in_segments(place, q, k, v, log_sums, d_out, *tables, windows, matrix_unit, eps, segment, interpret=False):
+def backward_in_segments(place, q, k, v, log_sums, d_out, *tables, windows, matrix_unit, segment,
+                         heads=parts.WITH_NORM, interpret=False):
     """As `backward`. segment: as in forward_in_segments."""
     length = q.shape[2]
     inputs = {"q": ("q stack", q), "k": ("k stack", k), "v": ("k stack", v), "log_sums": ("q sums", log_sums),
@@ -248,7 +254,7 @@ def backward_in_segments(place, q, k, v, log_sums, d_out, *tables, windows, matr
                 steps += [(query, j, is_second) for j in keys]
         cases = list_cases(pairs, segment, tiling.BACKWARD_TILES[matrix_unit], window)
         scores = _scores(pairs, cases)
-        kernel = partial(_backward_kernel, cases=cases, num_steps=len(steps), eps=eps, window=window,
+        kernel = partial(_backward_kernel, cases=cases, num_steps=len(steps), heads=heads, window=window,
                          matrix_unit=matrix_unit)
         return parts.run(kernel, place, operands, segment, (14 * HEAD_DIM * scores, 2 * scores), steps, interpret)
 

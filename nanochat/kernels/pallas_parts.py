@@ -12,9 +12,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from nanochat.kernels.attention_tiles import HEAD_DIM
+from nanochat.model.layers import NORM_EPS
 
 VMEM_LIMIT_BYTES = 96 * 2**20
-SCALE = HEAD_DIM**-0.5
+LEAST = -1e30  # of a score that no query sees
 LOG2_E = 1.4426950408889634  # kernels and chip compute powers of 2
 
 
@@ -25,6 +26,20 @@ def dot(a, b, contract=(1, 0)):
 
 def swap_halves(x):
     return jnp.concatenate([x[HEAD_DIM // 2:], x[:HEAD_DIM // 2]])
+
+
+class Heads(NamedTuple):
+    """How queries and keys become scores."""
+    eps: float | None = NORM_EPS  # of the norm behind their rotation; None: they come rotated, and have no norm
+    scale: float = HEAD_DIM**-0.5  # of a score
+
+    @property
+    def have_norm(self):
+        """Whether a norm bounds the scores, so that the softmax needs no maximum."""
+        return self.eps is not None
+
+
+WITH_NORM = Heads()
 
 
 def rotated_norm(x, cos, sin, eps):
@@ -44,8 +59,8 @@ def d_rotated_norm(d_normed, normed, scale, cos, sin):
     return d_rotated * cos + swap_halves(d_rotated * sin)
 
 
-def masked(values, tile, window, keys_axis):
-    """Returns `values` of a tile of scores, with 0 where the query may not look at the key."""
+def masked(values, tile, window, keys_axis, hidden=0.0):
+    """Returns `values` of a tile of scores, with `hidden` where the query may not look at the key."""
     # Tracing knows where a tile lies, so only tiles that the diagonal or the window's edge cuts get a mask.
     first = tile.queries.start + tile.offset
     last = tile.queries.stop + tile.offset - 1
@@ -58,16 +73,17 @@ def masked(values, tile, window, keys_axis):
     visible = distance >= 0 if on_diagonal else distance < window
     if on_diagonal and on_edge:
         visible &= distance < window
-    return jnp.where(visible, values, 0.0)
+    return jnp.where(visible, values, hidden)
 
 
 # A vector register holds 8 × 128 numbers. Adding whole registers moves nothing within one. So sums over rows stay 8
 # rows, and sums over columns 128 columns, until the last tile of a block of queries has been added.
-def sums_of_eighths(x):
-    """Returns (8, N), sums over every eighth row of x, which are rows of registers; of a small x (1, N)."""
+def eighths(x, reduce=jnp.sum):
+    """Returns (8, N), sums over every eighth row of x, which are rows of registers; of a small x (1, N). reduce: or
+    jnp.max."""
     if len(x) % 8:
-        return x.sum(0, keepdims=True)
-    return jnp.sum(x.reshape(-1, 8, x.shape[1]), axis=0)
+        return reduce(x, axis=0, keepdims=True)
+    return reduce(x.reshape(-1, 8, x.shape[1]), axis=0)
 
 
 def sums_of_128(x):
@@ -78,20 +94,22 @@ def sums_of_128(x):
     return sum(x[:, start:start + HEAD_DIM] for start in range(0, columns, HEAD_DIM))
 
 
-def add_to(totals, tile, value, axis=1):
-    """Adds `value`, whose dimension `axis` is the tile's queries, to the totals of the tile's rows."""
+def add_to(totals, tile, value, axis=1, add=jnp.add, zero=0.0):
+    """Adds `value`, whose dimension `axis` is the tile's queries, to the totals of the tile's rows. add: or
+    jnp.maximum, of which LEAST is the zero."""
     # A total is a value, not memory, so it is cut and joined again. Tiles on the diagonal have the last of the rows,
     # tiles on the window's edge the first.
     start = tile.rows.start
     length = tile.rows.stop - start
     cuts = [cut for cut in (tile.queries.start - start, tile.queries.stop - start) if 0 < cut < length]
     if not cuts:
-        totals[start] = totals[start] + value if start in totals else value
+        totals[start] = add(totals[start], value) if start in totals else value
         return
     if start not in totals:
-        totals[start] = jnp.zeros((*value.shape[:axis], length, *value.shape[axis + 1:]), value.dtype)
+        totals[start] = jnp.full((*value.shape[:axis], length, *value.shape[axis + 1:]), zero, value.dtype)
     parts = jnp.split(totals[start], cuts, axis=axis)
-    parts[tile.queries.start > start] += value
+    place = tile.queries.start > start
+    parts[place] = add(parts[place], value)
     totals[start] = jnp.concatenate(parts, axis=axis)
 
 

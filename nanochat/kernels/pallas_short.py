@@ -29,47 +29,75 @@ class Outputs:
     are sums of rows. refs: q, k and v, their tables and pallas_parts.forward_scratch.
     """
 
-    def __init__(self, tiles, refs, finish, *, eps, window):
+    def __init__(self, tiles, refs, finish, *, heads, window):
         self.tiles = tiles
         self.refs = refs
         self.finish = finish
-        self.eps = eps
+        self.heads = heads
         self.window = window
         self.dtype = refs.q.dtype
         self.scores = {}
         self.weights = {}
-        self.outs = {}  # by the first row of a block of queries, as sums
+        self.outs = {}  # by the first row of a block of queries, as sums and maxima
         self.sums = {}
+        self.maxima = {}  # of the scores
         self._keys_once = tiling.Once(refs.q.shape[2], self._prepare_keys)
         self._queries_once = tiling.Once(refs.q.shape[2], self._prepare_queries)
 
     def compute(self):
         # The products of a tile's scores stand two tiles before their exponentials: 6.67 Mcycles for 16 layers on v6e,
         # where one tile took 7.45 and three took 6.74.
-        tiling.pipeline(len(self.tiles), [(0, self.compute_scores), (2, self.compute_weights), (4, self.add_values)])
+        delay = 2
+        if not self.heads.have_norm:  # the exponentials of a row of tiles wait for its maximum
+            delay = 1 + max(Counter(tile.rows.start for tile in self.tiles).values())
+        tiling.pipeline(len(self.tiles), [(0, self.compute_scores), (delay, self.compute_weights),
+                                          (delay + 2, self.add_values)])
 
     def _prepare_keys(self, chunk):
         refs = self.refs
-        normed, _ = parts.rotated_norm(refs.k[0, 0, chunk].T, refs.cos_k[:, chunk], refs.sin_k[:, chunk], self.eps)
-        refs.k_normed[chunk] = normed.astype(self.dtype).T
+        if self.heads.have_norm:
+            normed, _ = parts.rotated_norm(refs.k[0, 0, chunk].T, refs.cos_k[:, chunk], refs.sin_k[:, chunk],
+                                           self.heads.eps)
+            refs.k_normed[chunk] = normed.astype(self.dtype).T
+        else:
+            refs.k_normed[chunk] = refs.k[0, 0, chunk]
         refs.v_t[:, chunk] = refs.v[0, 0, chunk].T
 
     def _prepare_queries(self, chunk):
         refs = self.refs
-        normed, _ = parts.rotated_norm(refs.q[0, 0, chunk].T, refs.cos_q[:, chunk], refs.sin_q[:, chunk], self.eps)
+        normed = refs.q[0, 0, chunk].T
+        if self.heads.have_norm:
+            normed, _ = parts.rotated_norm(normed, refs.cos_q[:, chunk], refs.sin_q[:, chunk], self.heads.eps)
+        else:
+            normed = normed.astype(jnp.float32)
         # The queries carry both factors of the scores, so that no tile has to be multiplied.
-        refs.q_t[:, chunk] = (normed * (parts.SCALE * parts.LOG2_E)).astype(self.dtype)
+        refs.q_t[:, chunk] = (normed * (self.heads.scale * parts.LOG2_E)).astype(self.dtype)
 
     def compute_scores(self, n):
         tile = self.tiles[n]
         self._keys_once(tile.keys)
         self._queries_once(tile.queries)
         self.scores[n] = parts.dot(self.refs.k_normed[tile.keys], self.refs.q_t[:, tile.queries])
+        if not self.heads.have_norm:
+            self._find_maxima(n)
+
+    def _find_maxima(self, n):
+        tile = self.tiles[n]
+        scores = self.scores[n] = parts.masked(self.scores[n], tile, self.window, 0, hidden=parts.LEAST)
+        parts.add_to(self.maxima, tile, parts.eighths(scores, jnp.max), add=jnp.maximum, zero=parts.LEAST)
+        if tile.is_last:
+            self.maxima[tile.rows.start] = jnp.max(self.maxima[tile.rows.start], axis=0, keepdims=True)
 
     def compute_weights(self, n):
         tile = self.tiles[n]
-        exponentials = parts.masked(jnp.exp2(self.scores.pop(n)), tile, self.window, keys_axis=0)
-        parts.add_to(self.sums, tile, parts.sums_of_eighths(exponentials))
+        scores = self.scores.pop(n)
+        if self.heads.have_norm:
+            exponentials = parts.masked(jnp.exp2(scores), tile, self.window, keys_axis=0)
+        else:
+            start = tile.rows.start
+            maxima = self.maxima[start][:, tile.queries.start - start:tile.queries.stop - start]
+            exponentials = jnp.exp2(scores - maxima)
+        parts.add_to(self.sums, tile, parts.eighths(exponentials))
         self.weights[n] = exponentials.astype(self.dtype)
 
     def add_values(self, n):
@@ -79,16 +107,20 @@ class Outputs:
             self.finish(tile.rows, self.outs.pop(tile.rows.start), self.sums.pop(tile.rows.start))
 
 
-def _forward_kernel(place, refs, *, tiles, eps, window):
+def _forward_kernel(place, refs, *, tiles, heads, window):
     refs.cos_k = refs.cos_q  # queries and keys have the same positions
     refs.sin_k = refs.sin_q
 
     def finish(rows, out, sums):
         total = jnp.sum(sums, axis=0, keepdims=True)
-        refs.log_sums[0, 0, :, rows] = jnp.log2(total)
+        log_sums = jnp.log2(total)
+        if not heads.have_norm:
+            log_sums += work.maxima.pop(rows.start)
+        refs.log_sums[0, 0, :, rows] = log_sums
         refs.out[0, rows] = (out / total).astype(refs.out.dtype).T
 
-    Outputs(tiles, refs, finish, eps=eps, window=window).compute()
+    work = Outputs(tiles, refs, finish, heads=heads, window=window)
+    work.compute()
 
 
 class Scores:
@@ -98,10 +130,10 @@ class Scores:
     and v, probabilities and d_scores are {number: (queries, keys)}. The last two are rounded for the next products.
     """
 
-    def __init__(self, tiles, refs, *, eps, window):
+    def __init__(self, tiles, refs, *, heads, window):
         self.tiles = tiles
         self.refs = refs
-        self.eps = eps
+        self.heads = heads
         self.window = window
         self.dtype = refs.q.dtype
         self.scores = {}
@@ -113,7 +145,9 @@ class Scores:
 
     def _kept_norm(self, which, x, cos, sin, chunk):
         refs = self.refs
-        normed, scale = parts.rotated_norm(x.T, cos[:, chunk], sin[:, chunk], self.eps)
+        if not self.heads.have_norm:
+            return x.T.astype(jnp.float32)
+        normed, scale = parts.rotated_norm(x.T, cos[:, chunk], sin[:, chunk], self.heads.eps)
         refs.normed_t[which, :, chunk] = normed
         refs.scales[which, :, chunk] = scale
         return normed
@@ -128,7 +162,7 @@ class Scores:
     def _prepare_queries(self, chunk):
         refs = self.refs
         normed = self._kept_norm(0, refs.q[0, 0, chunk], refs.cos_q, refs.sin_q, chunk)
-        scaled = (normed * (parts.SCALE * parts.LOG2_E)).astype(self.dtype)
+        scaled = (normed * (self.heads.scale * parts.LOG2_E)).astype(self.dtype)
         transposed = scaled.T
         refs.q_t[:, chunk] = scaled
         refs.q_normed[chunk] = transposed
@@ -159,18 +193,19 @@ class Scores:
         self.d_scores[n] = d_score.astype(self.dtype)
 
 
-def write_gradients(rows, d_q, dk_sum, dv_sum, refs):
+def write_gradients(rows, d_q, dk_sum, dv_sum, refs, heads):
     """Writes the gradients of q, k and v at the slice `rows` from their sums: d_q (128, rows), dk_sum, dv_sum (128, T).
     refs: those of Scores, and dq, dk, dv."""
-    def write(ref, which, d_normed, cos, sin):
-        normed = refs.normed_t[which, :, rows]
-        scale = refs.scales[which, :, rows]
-        d_x = parts.d_rotated_norm(d_normed, normed, scale, cos[:, rows], sin[:, rows])
+    def write(ref, which, d_x, cos, sin):
+        if heads.have_norm:
+            normed = refs.normed_t[which, :, rows]
+            scale = refs.scales[which, :, rows]
+            d_x = parts.d_rotated_norm(d_x, normed, scale, cos[:, rows], sin[:, rows])
         ref[0, rows] = d_x.astype(ref.dtype).T
 
-    # d_scores are gradients of SCALE × (q · k). d_q is summed with plain keys, so it lacks SCALE. dk_sum is summed with
-    # queries × SCALE × LOG2_E, so it includes LOG2_E.
-    write(refs.dq, 0, d_q * parts.SCALE, refs.cos_q, refs.sin_q)
+    # d_scores are gradients of scale × (q · k). d_q is summed with plain keys, so it lacks the scale. dk_sum is summed
+    # with queries × scale × LOG2_E, so it includes LOG2_E.
+    write(refs.dq, 0, d_q * heads.scale, refs.cos_q, refs.sin_q)
     write(refs.dk, 1, dk_sum[:, rows] / parts.LOG2_E, refs.cos_k, refs.sin_k)
     refs.dv[0, rows] = dv_sum[:, rows].astype(refs.dv.dtype).T
 
@@ -219,7 +254,7 @@ class _Gradients(Scores):
         if tile.is_last:  # no later tile reaches these queries or these keys
             dq_sum = self.refs.dq_sum
             d_q = dq_sum[:, tile.rows] if self.is_wide else dq_sum[tile.rows].T
-            write_gradients(tile.rows, d_q, self.refs.dk_sum, self.refs.dv_sum, self.refs)
+            write_gradients(tile.rows, d_q, self.refs.dk_sum, self.refs.dv_sum, self.refs, self.heads)
 
     def _add(self, total, positions, value, axis=1):
         """Adds to a sum, or writes it where it has not been written yet."""
@@ -241,12 +276,12 @@ class _Gradients(Scores):
         self.begun.update((id(total), start) for start in chunks)
 
 
-def _backward_kernel(place, refs, *, tiles, eps, window, matrix_unit, group):
+def _backward_kernel(place, refs, *, tiles, heads, window, matrix_unit, group):
     """With the probabilities p = 2^(s - log sum): d v = pᵀ d out and d s = p (d out vᵀ - mean), the mean under p. Tiles
     are queries × keys."""
     refs.cos_k = refs.cos_q  # queries and keys have the same positions
     refs.sin_k = refs.sin_q
-    work = _Gradients(tiles, refs, matrix_unit=matrix_unit, eps=eps, window=window)
+    work = _Gradients(tiles, refs, matrix_unit=matrix_unit, heads=heads, window=window)
     if group > 1:  # the query heads of a group follow one another and add to the same gradients of k and v
         for total in (refs.dk_sum, refs.dv_sum):
             work.begun.update((id(total), start) for start in range(0, refs.q.shape[2], HEAD_DIM))
@@ -265,7 +300,7 @@ def _backward_kernel(place, refs, *, tiles, eps, window, matrix_unit, group):
                           (row, work.compute_d_scores_of_row)])
 
 
-def forward(place, q, k, v, cos, sin, *, windows, matrix_unit, eps, interpret=False):
+def forward(place, q, k, v, cos, sin, *, windows, matrix_unit, heads=parts.WITH_NORM, interpret=False):
     """As pallas_attention.forward."""
     length = q.shape[2]
     inputs = {"q": ("q stack", q), "k": ("k stack", k), "v": ("k stack", v),
@@ -274,13 +309,14 @@ def forward(place, q, k, v, cos, sin, *, windows, matrix_unit, eps, interpret=Fa
 
     def call(window):
         tiles = tiling.list_tiles(length, tiling.FORWARD_TILES[matrix_unit], window)
-        kernel = partial(_forward_kernel, tiles=tiles, eps=eps, window=window)
+        kernel = partial(_forward_kernel, tiles=tiles, heads=heads, window=window)
         return parts.run(kernel, place, operands, length, _cost(tiles, products=2), interpret=interpret)
 
     return parts.by_window(call, place[1], length, windows)
 
 
-def backward(place, q, k, v, log_sums, d_out, cos, sin, *, windows, matrix_unit, eps, interpret=False):
+def backward(place, q, k, v, log_sums, d_out, cos, sin, *, windows, matrix_unit, heads=parts.WITH_NORM,
+             interpret=False):
     """As pallas_attention.backward."""
     length = q.shape[2]
     group = q.shape[3] // k.shape[3]
@@ -294,7 +330,8 @@ def backward(place, q, k, v, log_sums, d_out, cos, sin, *, windows, matrix_unit,
 
     def call(window):
         tiles = tiling.list_tiles(length, tiling.BACKWARD_TILES[matrix_unit], window)
-        kernel = partial(_backward_kernel, tiles=tiles, eps=eps, window=window, matrix_unit=matrix_unit, group=group)
+        kernel = partial(_backward_kernel, tiles=tiles, heads=heads, window=window, matrix_unit=matrix_unit,
+                         group=group)
         return parts.run(kernel, place, operands, length, _cost(tiles, products=5), interpret=interpret)
 
     return parts.by_window(call, place[1], length, windows)

@@ -5,17 +5,18 @@ Their backward passes add to the `main_grad` of the weights in place (see Decode
 from functools import cache, partial
 
 import torch
+import torch.nn.functional as F
 
 from nanochat.common import BadInput
 from nanochat.device import tpu
 from nanochat.device.xla_ops import import_jax, jax_call, row_major_matmul, take
 from nanochat.kernels import plain, xla_loss
-from nanochat.kernels.attention_tiles import MAX_WHOLE
+from nanochat.kernels.attention_tiles import HEAD_DIM, MAX_WHOLE
 from nanochat.kernels.gpt_layer import AttentionByHand, How, layer_for_loop
 from nanochat.kernels.layer_loop import run_layers
 from nanochat.kernels.products import Halves, Int8, MlpKernels, Plain
 from nanochat.kernels.sharded import WHOLE
-from nanochat.model.layers import NORM_EPS, Kernels, apply_rotary, norm, split_heads
+from nanochat.model.layers import Kernels, apply_rotary, norm, split_heads
 
 
 def get_kernels(name, interpret, sharding, chunk_tokens, products):
@@ -108,9 +109,8 @@ _cached_partial = cache(partial)
 def _pallas_attention(interpret, matrix_unit, max_whole, windows):
     from nanochat.kernels import pallas_attention, pallas_parts
 
-    def call(function, index, window, *arrays):
-        options = {"eps": NORM_EPS, "windows": windows, "matrix_unit": matrix_unit, "max_whole": max_whole,
-                   "interpret": interpret}
+    def call(function, index, window, *arrays, **options):
+        options |= {"windows": windows, "matrix_unit": matrix_unit, "max_whole": max_whole, "interpret": interpret}
         place = torch.stack([index, torch.zeros_like(index) if window is None else window])
         return jax_call(_cached_partial(function, **options), place, *arrays)
 
@@ -120,8 +120,50 @@ def _pallas_attention(interpret, matrix_unit, max_whole, windows):
     def backward(q, k, v, index, window, log_sums, d_y, *tables):
         return call(pallas_attention.backward, index, window, q, k, v, log_sums, d_y, *tables)
 
+    def of_heads(q, k, v, window):
+        length, size = q.shape[2:]
+        if window is not None or size > HEAD_DIM or length > max_whole or length % (1 if interpret else 128):
+            return plain.attention(q, k, v, window)
+        return _HeadsOfAnySize.apply(q, k, v, partial(call, heads=pallas_parts.Heads(eps=None, scale=size**-0.5)))
+
     matmul = torch.matmul if interpret else row_major_matmul
-    return AttentionByHand(forward, backward, pallas_parts.log_sums_shape, matmul)
+    return AttentionByHand(forward, backward, pallas_parts.log_sums_shape, of_heads, matmul)
+
+
+# A model without QK-norm. Its rotation is done, and heads of less than 128 get zeros: they cost no product, because a
+# matrix unit is 128 wide, or more.
+class _HeadsOfAnySize(torch.autograd.Function):
+    """Attention of q (B, H, T, D), rotated, with k and v, by the Pallas kernels of `call`, which finds the maximum of
+    each query's scores."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, call):
+        from nanochat.kernels import pallas_attention
+        ctx.call = call
+        ctx.size = q.size(-1)
+        index = torch.zeros((), dtype=torch.int32, device=q.device)
+        table = torch.zeros(HEAD_DIM, q.size(2), device=q.device)  # of a rotation; not read
+        stacks = [_in_columns(x)[None] for x in (q, k, v)]
+        y, log_sums = call(pallas_attention.forward, index, None, *stacks, table, table)
+        ctx.save_for_backward(*stacks, log_sums[None], index, table)
+        return _in_heads(y, ctx.size)
+
+    @staticmethod
+    def backward(ctx, d_y):
+        from nanochat.kernels import pallas_attention
+        q, k, v, log_sums, index, table = ctx.saved_tensors
+        gradients = ctx.call(pallas_attention.backward, index, None, q, k, v, log_sums, _in_columns(d_y), table, table)
+        return *(_in_heads(gradient, ctx.size) for gradient in gradients), None
+
+
+def _in_columns(x):
+    """Returns x (B, H, T, D) as (B, T, H × 128), with zeros behind each head."""
+    return F.pad(x.transpose(1, 2), (0, HEAD_DIM - x.size(-1))).flatten(2)
+
+
+def _in_heads(x, size):
+    """Returns x (B, T, H × 128) as (B, H, T, size)."""
+    return split_heads(x, HEAD_DIM)[..., :size]
 
 
 @cache

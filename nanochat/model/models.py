@@ -9,7 +9,7 @@ engine and preflight know a model by its config alone. What they ask of it, besi
 | `rules(…)`, `rates_of` | how each weight is updated |
 | `windows()`, `adds_values()` | what layers get beside their weights |
 | `has_begun_rate` | whether trained weights go on at a rate of their own; else the rates of their run count |
-| `has_layer_by_hand` | whether the kernel `flash` has its layer |
+| `has_layer_by_hand` | whether the kernel `flash` has its whole layer, not attention alone |
 | `require_flags(flags)` | raises BadInput for flags that it does not have |
 | `with_rows(max_seq_len)` | the same model for other rows, if it allows that |
 """

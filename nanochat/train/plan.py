@@ -10,7 +10,7 @@ import torch
 from nanochat.common import BadInput
 from nanochat.device.mesh import Mesh, divisors_in_words, make_mesh
 from nanochat.kernels.attention_tiles import require_shapes
-from nanochat.kernels.choose import get_kernels, kernel_for
+from nanochat.kernels.choose import get_kernels
 from nanochat.kernels.sharded import Sharding
 from nanochat.model import weights
 from nanochat.model.models import config_from_flags
@@ -182,8 +182,8 @@ def plan_mesh(devices, config, device_type, world_size):
 
 def plan_kernel(devices, config, device_type, mesh):
     """Returns the name of the kernels, for DeviceFlags. Raises BadInput if they cannot run this model here."""
-    kernels = get_kernels(kernel_for(config, devices.kernel, device_type), device_type,
-                          Sharding.of_mesh(mesh, config.vocab_size), products=devices.products)
+    kernels = get_kernels(devices.kernel, device_type, Sharding.of_mesh(mesh, config.vocab_size),
+                          products=devices.products)
     require_shapes(kernels.name, config, device_type)
     return kernels.name
 

@@ -29,7 +29,7 @@ rows = [array(2, batch, length, width)] * 3
 tables = [array(128, length, dtype="float32")] * 2
 sums = array(2, *pallas_parts.log_sums_shape(batch, length, width), dtype="float32")
 others = [sums, array(batch, length, width)] if name == "backward" else []
-kernel = jax.jit(partial(getattr(pallas_attention, name), eps=1e-6, windows=(window,), matrix_unit=matrix_unit))
+kernel = jax.jit(partial(getattr(pallas_attention, name), windows=(window,), matrix_unit=matrix_unit))
 lowered = kernel.trace(array(2, dtype="int32"), *rows, *others, *tables).lower(lowering_platforms=("tpu",))
 """
 

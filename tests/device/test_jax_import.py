@@ -21,7 +21,7 @@ jax = import_jax()
 assert jax._src.hardware_utils.num_available_tpu_chips_and_device_id()[0] == 8
 from nanochat.kernels import pallas_attention
 stack, table = jax.ShapeDtypeStruct((1, 1, 128, 128), "bfloat16"), jax.ShapeDtypeStruct((128, 128), "float32")
-kernel = jax.jit(partial(pallas_attention.forward, eps=1e-6, windows=(), matrix_unit=128))
+kernel = jax.jit(partial(pallas_attention.forward, windows=(), matrix_unit=128))
 place = jax.ShapeDtypeStruct((2,), "int32")
 kernel.trace(place, *[stack] * 3, table, table).lower(lowering_platforms=("tpu",))
 print(json.dumps([os.environ["LIBTPU_INIT_ARGS"], list(jax._src.xla_bridge.backends())]))

@@ -74,7 +74,7 @@ def test_logits_and_gradients_are_those_of_transformers_also_of_a_tied_head(conf
 def test_the_loop_on_xla_gives_the_gradients_of_the_layers_one_after_another(config, recompute):
     ids = some_ids(32)
     found = []
-    for kernel, device_type in (("current", "cpu"), ("chunked", "xla")):
+    for kernel, device_type in (("current", "cpu"), ("chunked", "xla"), ("flash", "xla")):
         model = build(config, kernel, device_type, activation_checkpointing=recompute)
         device = "cpu" if device_type == "cpu" else torch_xla.device()
         model = model.to(device)
@@ -85,7 +85,8 @@ def test_the_loop_on_xla_gives_the_gradients_of_the_layers_one_after_another(con
         torch_xla.sync()
         found.append({"loss": loss.detach().cpu(), **{name: p.main_grad.cpu() for name, p in model.named_parameters()}})
     for name, expected in found[0].items():
-        torch.testing.assert_close(found[1][name], expected, atol=1e-5 * float(expected.abs().max()), rtol=1e-4)
+        for of_loop in found[1:]:
+            torch.testing.assert_close(of_loop[name], expected, atol=1e-5 * float(expected.abs().max()), rtol=1e-4)
 
 
 @torch.no_grad()

@@ -139,7 +139,7 @@ def test_imported_weights_are_adapted_in_small_steps_at_one_ten_thousandth(monke
 
 
 @pytest.mark.parametrize("has_products, device_type, dtype", [
-    (True, "cpu", "bfloat16"), (False, "cpu", "float32"), (True, "xla", "float32"), (True, "tpu", "bfloat16")])
+    (True, "cpu", "bfloat16"), (False, "cpu", "float32"), (True, "xla", "float32")])
 def test_a_cpu_that_has_products_in_bfloat16_adapts_with_them(monkeypatch, has_products, device_type, dtype):
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has_products)
     flags = begun_with(device_type=device_type).devices

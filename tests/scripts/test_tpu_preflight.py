@@ -309,7 +309,7 @@ place, row = jax.ShapeDtypeStruct((2,), "int32"), jax.ShapeDtypeStruct((1, 128, 
 log_sums = jax.ShapeDtypeStruct((1, 1, 1, 1, 128), "float32")
 for kernel, arguments in ((pallas_attention.forward, [stack] * 3),
                           (pallas_attention.backward, [stack] * 3 + [log_sums, row])):
-    kernel = jax.jit(partial(kernel, eps=1e-6, windows=(), matrix_unit=128))
+    kernel = jax.jit(partial(kernel, windows=(), matrix_unit=128))
     text = kernel.trace(place, *arguments, table, table).lower(lowering_platforms=("tpu",)).as_text()
     with ir.Context() as context:
         context.allow_unregistered_dialects = True
@@ -325,12 +325,15 @@ def test_kernels_are_written_in_the_version_of_mosaic_that_libtpu_reads(traced):
 
 # The Pallas kernels depend on the model's width. The compiler knows all else, and is quicker with a quarter of it.
 NARROW = ("--model_dim=256", "--num_heads=2")
+LLAMA = ("--arch=llama", "--head_dim=64", "--num_kv_heads=1")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("accelerator, kernel, flags", [
     ("v6e-4", "flash", ("--max_seq_len=2048", "--programs=micro_step")),
     ("v5litepod-8", "flash", ("--programs=micro_step",)),
+    ("v6e-4", "flash", ("--programs=micro_step", *NARROW, *LLAMA)),
+    ("v5litepod-8", "flash", ("--programs=micro_step", *NARROW, *LLAMA)),
     ("v5litepod-8", "chunked", ("--programs=micro_step,update,evaluate", *NARROW)),
     ("v5litepod-8", "current", ("--programs=micro_step", *NARROW))])
 def test_the_chips_compile_every_kernel_at_depth_2(preflight, accelerator, kernel, flags):
