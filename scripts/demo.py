@@ -1,6 +1,6 @@
 """Makes a corpus, trains a small model and completes a file, on this machine: `make demo`.
 
-It trains with the program for TPUs, over two XLA devices of the CPU, in three to five minutes on two cores. Writes to
+It trains with the program for TPUs, over two XLA devices of the CPU, in three to eight minutes on two cores. Writes to
 $NANOCHAT_BASE_DIR/demo (default ~/.cache/nanochat/demo). The model is in checkpoints/dummy there, a path for
 --checkpoint of the other scripts. A second demo starts over.
 """

@@ -15,7 +15,7 @@ class PreflightFlags:
     accelerator: str = flag("", "the TPU to compile for: v5litepod-8, v6e-4, v4-32 …", required=True)
     json: Path | None = flag(None, "write the report to FILE", metavar="FILE", of=expand_path)
     programs: str = flag(",".join(PROGRAMS), "programs to compile; a step's estimate needs micro_step and update")
-    find_batch: bool = flag(False, "search for the largest --device_batch_size that fits")
+    find_batch: bool = flag(False, "double or halve --device_batch_size until it is the largest that fits")
     find_mesh: bool = flag(False, "search for the smallest --mesh_fsdp that fits")
     dump_dir: Path | None = flag(None, "keep the traced and the optimised programs in DIR", metavar="DIR",
                                  of=expand_path)

@@ -219,7 +219,7 @@ class RecordFlags:
     checkpoint_mirror: str | None = flag(None, "gs://… or a directory for copies of checkpoints, from which a new VM "
                                          "resumes; docs/training.md#the-mirror", of=mirror_place)
     log_every: int = flag(10, "steps between lines of the log", at_least=1)
-    step_timeout_s: float = flag(600.0, "end the run if a step exceeds this and 20 times the median; -1: never",
+    step_timeout_s: float = flag(600.0, "end the run if a step exceeds this and 20 × --log_every medians; -1: never",
                                  above=0, unset=-1)
 
 
