@@ -113,7 +113,7 @@ def main(argv=None):
     device_type = resolve_inference_device_type(of_model.device_type)
     prepare_xla_environment(device_type)
     path = find_checkpoint(of_model.checkpoint)
-    sampling = flags.sampling(load_language_meta(path).config["max_seq_len"])
+    sampling = flags.sampling(load_language_meta(path).model_config.context)
     found = defaultdict(list)
     with Judge() as judge:
         dist = compute_init(device_type)

@@ -161,7 +161,7 @@ def count_steps(flags, meta, own, tokenizer):
         evaluating = (EVALUATIONS + 1) * eval_tokens / 3
         time = f", in about {format_duration(seconds * (round(steps) * tokens + evaluating))}"
     work.begin("")
-    steps = max(EVALUATIONS, round(steps))
+    steps = EVALUATIONS * max(1, round(steps / EVALUATIONS))  # so that the last one has its evaluation
     epochs = steps / steps_per_epoch
     print(f"{steps} steps of {tokens:,} tokens, {epochs:.1f} passes over the project, and {EVALUATIONS + 1} "
           f"evaluations of {eval_tokens:,} tokens{time}", flush=True)

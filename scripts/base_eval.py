@@ -43,8 +43,8 @@ def main(argv=None):
     seq_len = config.max_seq_len
     if flags.max_seq_len != -1:
         seq_len = flags.max_seq_len
-    if seq_len > config.max_seq_len:
-        raise BadInput(f"--max_seq_len={seq_len} is more than the {config.max_seq_len} positions of the model")
+    if seq_len > config.context:
+        raise BadInput(f"--max_seq_len={seq_len} is more than the {config.context} positions of the model")
     if flags.eval_tokens < seq_len:
         raise BadInput(f"--eval_tokens={flags.eval_tokens} is less than one row of {seq_len}")
     shards = open_text(flags, "val")

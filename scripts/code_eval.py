@@ -65,7 +65,7 @@ def main(argv=None):
     prepare_xla_environment(device_type)
     path = find_checkpoint(of_model.checkpoint)
     items = make_items(of_task, problems, of_samples.seed)
-    sampling = of_samples.sampling(load_language_meta(path).config["max_seq_len"], of_samples.num_samples)
+    sampling = of_samples.sampling(load_language_meta(path).model_config.context, of_samples.num_samples)
     # Everything that determines the records. The first line of the results holds it, and a file with other settings is
     # not overwritten. `weights` are a part of the checksum, so a replaced checkpoint counts as another one.
     settings = {

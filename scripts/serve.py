@@ -41,7 +41,7 @@ def main(argv=None):
         prepare_xla_environment(device_type)
         path = find_checkpoint(of_model.checkpoint)
         meta = load_language_meta(path)
-        max_tokens = checked_max_tokens(flags.max_tokens, meta.config["max_seq_len"])
+        max_tokens = checked_max_tokens(flags.max_tokens, meta.model_config.context)
         print(f"loading {path}, step {meta.step}", file=sys.stderr, flush=True)
         dist = compute_init(device_type)
         completer = load_completer(of_model, path, flags.extra_tokens, dist)

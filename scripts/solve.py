@@ -79,7 +79,7 @@ def main(argv=None):
     device_type = resolve_inference_device_type(of_model.device_type)
     prepare_xla_environment(device_type)
     path = find_checkpoint(of_model.checkpoint)
-    sampling = flags.sampling(load_language_meta(path).config["max_seq_len"])
+    sampling = flags.sampling(load_language_meta(path).model_config.context)
     with Judge() as judge:
         check_prompt(judge, problem)  # before the model is loaded
         dist = compute_init(device_type)

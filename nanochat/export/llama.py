@@ -8,7 +8,7 @@ import torch
 from nanochat.checkpoint.on_disk import SOURCE
 from nanochat.common import BadInput
 from nanochat.data.hub_tokenizer import read_source
-from nanochat.model.llama import LlamaConfig
+from nanochat.model.llama import CONTEXT, LlamaConfig
 from nanochat.model.weights import shapes
 
 CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}  # by model_type
@@ -80,7 +80,7 @@ def read_config(found, max_seq_len=None):
         vocab_size=number("vocab_size"), n_layer=number("num_hidden_layers"), n_embd=width, n_head=heads,
         n_kv_head=number("num_key_value_heads", heads if kind == "llama" else None), head_dim=head_dim,
         mlp_dim=number("intermediate_size"), tied_head=bool(found.get("tie_word_embeddings", False)),
-        max_seq_len=max_seq_len or min(positions, 2048), max_positions=positions,
+        max_seq_len=max_seq_len or min(positions, CONTEXT), max_positions=positions,
         rope_theta=number("rope_theta", of=float), norm_eps=number("rms_norm_eps", of=float),
         qkv_bias=kind == "qwen2", qk_norm=kind == "qwen3")
 

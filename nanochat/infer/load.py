@@ -56,6 +56,7 @@ def load_model(path, dist, *, tokenizer_dir=None, kernel="auto", quantize="none"
     tokenizer = load_tokenizer(tokenizer_dir, path)
     check_tokenizer(tokenizer, meta.config["vocab_size"], meta.tokenizer_sha256)
     config = meta.model_config
+    config = config.with_rows(config.context)  # a public model may have been adapted with shorter rows
     kernels = get_kernels(kernel, dist.device_type, Sharding.of_mesh(mesh, config.vocab_size))
     try:
         readers = tensor_readers(path, MODEL) if quantize == "int8" else {}

@@ -98,6 +98,10 @@ class GPTConfig:
     def require_flags(self, flags):
         """Refuses none: a GPT has all flags but those that config_from_flags refuses."""
 
+    @property
+    def context(self):
+        return self.max_seq_len
+
     def with_rows(self, max_seq_len):
         """Returns the same config: its rotary frequencies belong to its row length."""
         return self

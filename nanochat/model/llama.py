@@ -8,6 +8,7 @@ from nanochat.model.config import GPTConfig, in_whole, require_heads, require_li
 from nanochat.model.rates import AdamW, OptimConfig, Rules
 from nanochat.model.weights import Initial, Rate, Weight
 
+CONTEXT = 2048  # positions that are used of a model with more, unless rows of training are longer
 BETAS = (0.9, 0.95)
 WEIGHT_DECAY = 0.1  # of matrices and tables, times the learning rate, in each step
 FRESH_LR = 6e-4  # of a model that begins from nothing
@@ -97,6 +98,10 @@ class LlamaConfig:
     def new_model(self, *args, **options):
         from nanochat.model.llama_layer import Llama
         return Llama(self, *args, **options)
+
+    @property
+    def context(self):
+        return max(self.max_seq_len, min(self.max_positions, CONTEXT))
 
     def windows(self):
         return [None] * self.n_layer

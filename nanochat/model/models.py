@@ -12,6 +12,7 @@ engine and preflight know a model by its config alone. What they ask of it, besi
 | `has_layer_by_hand` | whether the kernel `flash` has its whole layer, not attention alone |
 | `require_flags(flags)` | raises BadInput for flags that it does not have |
 | `with_rows(max_seq_len)` | the same model for other rows, if it allows that |
+| `context` | how many positions it sees when it completes |
 """
 from dataclasses import fields
 

@@ -11,6 +11,8 @@ from nanochat.common import BadInput
 from nanochat.data.tokenizer import load_tokenizer
 from nanochat.device.ranks import Dist
 from nanochat.infer.load import load_model, weights_of
+from nanochat.kernels.choose import get_kernels
+from nanochat.model.llama import LlamaConfig
 from scripts import base_eval, code_eval, solve
 from tests.checkpoint.states import make_meta, save
 from tests.infer.test_engine import make_model, save_model
@@ -49,6 +51,17 @@ def test_an_accelerator_holds_the_weights_in_bf16_and_computes_what_it_does_with
     ids = torch.arange(12)[None]
     with torch.no_grad():
         assert torch.equal(loaded(ids), model(ids)) and torch.equal(loaded(ids, ids), model(ids, ids))
+
+
+@pytest.mark.parametrize("rows, positions, context", [(64, 4096, 2048), (64, 128, 128), (4096, 8192, 4096)])
+def test_a_model_of_the_llama_family_sees_more_than_the_rows_of_its_training(tmp_path, rows, positions, context):
+    tokenizer = load_tokenizer()
+    config = LlamaConfig(vocab_size=tokenizer.n_vocab, n_layer=1, n_embd=16, head_dim=16, max_seq_len=rows,
+                         max_positions=positions)
+    path = save_model(tmp_path, config.new_model(get_kernels("current", "cpu")).init_weights(), tokenizer)
+    model, _, meta = load_model(path, Dist("cpu", torch.device("cpu")))
+    assert model.config.max_seq_len == len(model.cos) == context
+    assert meta.model_config.max_seq_len == rows
 
 
 @pytest.mark.parametrize("quantize", ["none", "int8"])
