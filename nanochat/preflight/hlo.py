@@ -67,6 +67,11 @@ class Instruction:
         return found and found[1]
 
     @property
+    def tuple_index(self):
+        """Which element of its operand a get-tuple-element is."""
+        return int(self._find(r"index=(\d+)"))
+
+    @property
     def custom_call_target(self):
         return self._find(r'custom_call_target="([^"]*)"') or ""
 

@@ -9,6 +9,7 @@ Here a program is a list of Op, each with the number of times that it runs. Thre
   it fuses with other operations. Such a collective is one Op, made of its first step; the other steps pass its arrays
   on untouched, and it ends with the last.
 """
+import math
 import re
 from dataclasses import dataclass
 
@@ -138,11 +139,25 @@ def trip_count(module, loop, computation):
     condition = module.computations[loop.called("condition")]
     bound = max(_constants(module, condition.values()), default=0)
     if bound > 0:
-        return bound
+        return math.ceil(bound / _step(module, loop))
     # A loop that counts down compares with 0, the greatest constant of its condition. Its length is then among its
     # initial values.
     initial = filter(None, map(computation.get, computation[loop.operands[0]].operands))
     return max(_constants(module, initial), default=1) or 1
+
+
+def _step(module, loop):
+    """Returns by how much a loop counts: not by 1 if XLA's partitioner has unrolled it, as it does with products whose
+    operands travel between the chips."""
+    condition, body = (module.computations[loop.called(each)] for each in ("condition", "body"))
+    compare, end = (next(each for each in each_of.values() if each.is_root) for each_of in (condition, body))
+    counter = condition.get(compare.operands[0])
+    if counter is None or counter.opcode != "get-tuple-element":
+        return 1
+    following = body.get(end.operands[counter.tuple_index])
+    if following is None or following.opcode != "add":
+        return 1
+    return max(_constants(module, filter(None, map(body.get, following.operands))), default=1)
 
 
 def _constants(module, instructions):

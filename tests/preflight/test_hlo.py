@@ -75,6 +75,14 @@ def test_bodies_of_loops_count_as_often_as_they_run_nested_ones_and_collectives_
     assert by_name["twice"].instruction.source == "nanochat/model/gpt.py:7 aten__add"
 
 
+def test_a_loop_that_counts_by_two_runs_half_as_often():
+    counted = PROGRAM.replace("  ROOT %tuple.3 =", "  %two = s32[]{:T(128)} constant(2)\n"
+                              "  %next = s32[]{:T(128)} add(%get.4, %two)\n  ROOT %tuple.3 =")
+    counted = counted.replace("tuple(%get.4, %get.5)", "tuple(%next, %get.5)")
+    by_name = {op.instruction.name: op for op in ops_of(hlo.parse(counted))}
+    assert [by_name[name].times for name in ("copy.1", "fusion.1", "twice")] == [1, 4, 12]
+
+
 BRANCHES = """
 %short (t: (s32[])) -> s32[] {
   %t = (s32[]{:T(128)}) parameter(0)
