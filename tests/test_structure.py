@@ -141,6 +141,13 @@ def test_no_python_file_is_longer_than_600_lines():
     assert not {path: count for path, count in lines.items() if count > MAX_LINES}
 
 
+def test_the_tests_of_a_group_run_in_one_process(request):
+    """pytest-xdist 3.8.0 sends them anywhere under pytest 9.2.0, and each process makes their fixtures again."""
+    if not getattr(request.config.option, "loadgroup", False):
+        pytest.skip("make test runs groups of tests")
+    assert request.node.nodeid.endswith("@tests/test_structure.py")
+
+
 def test_the_program_grows_only_on_purpose():
     assert sum(len((ROOT / path).read_text().splitlines()) for path in SOURCES) <= MOST_LINES
 
