@@ -114,17 +114,18 @@ def _pallas_attention(interpret, matrix_unit, max_whole, windows):
         place = torch.stack([index, torch.zeros_like(index) if window is None else window])
         return jax_call(_cached_partial(function, **options), place, *arrays)
 
-    def forward(q, k, v, index, window, *tables):
-        return call(pallas_attention.forward, index, window, q, k, v, *tables)
+    def forward(q, k, v, index, window, *tables, **options):
+        return call(pallas_attention.forward, index, window, q, k, v, *tables, **options)
 
-    def backward(q, k, v, index, window, log_sums, d_y, *tables):
-        return call(pallas_attention.backward, index, window, q, k, v, log_sums, d_y, *tables)
+    def backward(q, k, v, index, window, log_sums, d_y, *tables, **options):
+        return call(pallas_attention.backward, index, window, q, k, v, log_sums, d_y, *tables, **options)
 
     def of_heads(q, k, v, window):
         length, size = q.shape[2:]
         if window is not None or size > HEAD_DIM or length > max_whole or length % (1 if interpret else 128):
             return plain.attention(q, k, v, window)
-        return _HeadsOfAnySize.apply(q, k, v, partial(call, heads=pallas_parts.Heads(eps=None, scale=size**-0.5)))
+        heads = pallas_parts.Heads(eps=None, scale=size**-0.5)
+        return _HeadsOfAnySize.apply(q, k, v, partial(forward, heads=heads), partial(backward, heads=heads))
 
     matmul = torch.matmul if interpret else row_major_matmul
     return AttentionByHand(forward, backward, pallas_parts.log_sums_shape, of_heads, matmul)
@@ -133,27 +134,25 @@ def _pallas_attention(interpret, matrix_unit, max_whole, windows):
 # A model without QK-norm. Its rotation is done, and heads of less than 128 get zeros: they cost no product, because a
 # matrix unit is 128 wide, or more.
 class _HeadsOfAnySize(torch.autograd.Function):
-    """Attention of q (B, H, T, D), rotated, with k and v, by the Pallas kernels of `call`, which finds the maximum of
-    each query's scores."""
+    """Attention of q (B, H, T, D), rotated, with k and v, by Pallas kernels that find the maximum of each query's
+    scores. by_columns, d_by_columns: as AttentionByHand's forward and backward."""
 
     @staticmethod
-    def forward(ctx, q, k, v, call):
-        from nanochat.kernels import pallas_attention
-        ctx.call = call
+    def forward(ctx, q, k, v, by_columns, d_by_columns):
+        ctx.backward_of = d_by_columns
         ctx.size = q.size(-1)
         index = torch.zeros((), dtype=torch.int32, device=q.device)
         table = torch.zeros(HEAD_DIM, q.size(2), device=q.device)  # of a rotation; not read
         stacks = [_in_columns(x)[None] for x in (q, k, v)]
-        y, log_sums = call(pallas_attention.forward, index, None, *stacks, table, table)
+        y, log_sums = by_columns(*stacks, index, None, table, table)
         ctx.save_for_backward(*stacks, log_sums[None], index, table)
         return _in_heads(y, ctx.size)
 
     @staticmethod
     def backward(ctx, d_y):
-        from nanochat.kernels import pallas_attention
-        q, k, v, log_sums, index, table = ctx.saved_tensors
-        gradients = ctx.call(pallas_attention.backward, index, None, q, k, v, log_sums, _in_columns(d_y), table, table)
-        return *(_in_heads(gradient, ctx.size) for gradient in gradients), None
+        *stacks, log_sums, index, table = ctx.saved_tensors
+        gradients = ctx.backward_of(*stacks, index, None, log_sums, _in_columns(d_y), table, table)
+        return *(_in_heads(gradient, ctx.size) for gradient in gradients), None, None
 
 
 def _in_columns(x):

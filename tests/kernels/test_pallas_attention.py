@@ -32,8 +32,7 @@ def by_pallas(q, k, v, d_out, window, matrix_unit, **options):
 
     tables = [to_jax(table) for table in _pallas_tables(*rotary_tables(torch.arange(q.size(1)), DIM))]
     stacks = [to_jax(torch.stack([torch.full_like(x, torch.nan), x])) for x in (q, k, v)]
-    options |= dict(windows=(window, q.size(1)) if window else (), matrix_unit=matrix_unit,
-                    interpret=True)
+    options |= dict(windows=(window, q.size(1)) if window else (), matrix_unit=matrix_unit, interpret=True)
     place = jax.numpy.asarray([1, window or 0], "int32")
     out, log_sums = jax.jit(partial(pallas_attention.forward, **options))(place, *stacks, *tables)
     gradients = jax.jit(partial(pallas_attention.backward, **options))(
