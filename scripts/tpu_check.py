@@ -7,6 +7,9 @@ It takes base_train's flags, and needs no data; with --checkpoint_mirror=gs://â€
 runs in a process of its own, with a limit. At the end it prints a table, and writes to --out_dir check.toml, flags with
 which a run works (base_train --config), and check.json, to attach to an issue: it has no names, keys or addresses.
 
+On a pod, start the same command on every host, with a --checkpoint_mirror that all share: they check together, and each
+prints the same table.
+
 On a machine without a TPU it rehearses:
 
     CPU_NUM_DEVICES=2 python3 -m scripts.tpu_check --device_type=xla --depth=1 --max_seq_len=128 --device_batch_size=1
@@ -37,9 +40,11 @@ from nanochat.common import (
     say,
     work,
 )
+from nanochat.data.storage import delete_file, is_remote, list_files
 from nanochat.device import tpu
 from nanochat.device.ranks import resolve_device_type
-from nanochat.run.hosts import this_host
+from nanochat.run.hosts import describe, require_alike, this_host
+from nanochat.run.pod import END, membership
 from nanochat.run.processes import begin_with_parent, expected_world_size
 from nanochat.train.flags import GONE, TITLES, Flags
 
@@ -47,13 +52,17 @@ from nanochat.train.flags import GONE, TITLES, Flags
 CHECKS = {"machine": ("chip", 60), "collectives": ("chip", 120), "kernels": ("chip", 240),
           "training": ("chip_runs", 240), "programs": ("chip_runs", 300), "survival": ("chip_runs", 240),
           "host": ("chip_runs", 60), "attention": ("chip_runs", 150)}
+MINUTES, POD_MINUTES = 10, 20
+OF_FIRST_HOST = {"training", "programs", "survival", "attention"}  # the first host alone has the records of their runs
 FREE_AGAIN_S = 20  # until the chips of a check that has ended must be free
 NO_RUN = 3
+CHANNEL = 2  # the hosts of a pod agree at so many ports above that of a run
 
 
 @dataclass(frozen=True)
 class CheckFlags:
-    minutes: float = flag(10.0, "time for all checks; what does not fit is not reached", above=0, at_most=600)
+    minutes: float = flag(-1.0, f"time for all checks, what does not fit is not reached; -1: {MINUTES}, on a pod "
+                                f"{POD_MINUTES}", above=0, at_most=600, unset=-1)
     out_dir: Path | None = flag(None, "in its folder check: check.toml, check.json, logs; default: the base directory",
                                 metavar="DIR", of=expand_path)
 
@@ -70,33 +79,51 @@ def main(argv=None):
     if device_type not in ("tpu", "xla"):
         raise BadInput(f"--device_type={flags.devices.device_type} means {device_type} here, and this checks TPUs: "
                        "give --device_type=xla to rehearse on the CPU")
-    if this_host(device_type):
-        raise BadInput("this checks a TPU of one host, and the run has several: check a VM of one")
-    plan = make_plan(flags, run_tokenizer(flags).n_vocab, device_type, expected_world_size(device_type))
+    host = this_host(device_type)
+    if host and flags.record.checkpoint_mirror is None:
+        raise BadInput("the runs of a check on several hosts need --checkpoint_mirror, as every run there: give "
+                       "gs://BUCKET/FOLDER, or a directory that all hosts share")
+    hosts = host.count if host else 1
+    plan = make_plan(flags, run_tokenizer(flags).n_vocab, device_type, expected_world_size(device_type, hosts))
     folder = require_writable_dir(own.out_dir or get_base_dir()) / "check"
     move_aside(folder)
-    setting = Setting(flags, device_type, require_writable_dir(folder), foreign)
+    setting = Setting(flags, device_type, require_writable_dir(folder), foreign, hosts, not host or host.is_first)
+    minutes = own.minutes if own.minutes > 0 else POD_MINUTES if host else MINUTES
     accelerator = setting.accelerator
     usd = accelerator and tpu.usd_per_hour(accelerator, spot=False)
-    price = f", {usd * own.minutes / 60:.2f} USD on demand in the dearest region" if usd else ""
-    say(f"{len(CHECKS)} checks take at most {own.minutes:g} minutes{price}; logs are in {folder}")
-    found = check_all(setting, plan, own.minutes)
-    shutil.rmtree(folder / "checkpoints", ignore_errors=True)
-    measured = accelerator and measurements(found, plan, accelerator)
-    status = deliver(found, flags.replace(**instead_of(found, plan)), measured, folder)
+    price = f", {usd * minutes / 60:.2f} USD on demand in the dearest region" if usd else ""
+    say(f"{len(CHECKS)} checks take at most {minutes:g} minutes{price}; logs are in {folder}")
+    # The runs of the checks listen at the host's port.
+    with membership(host and replace(host, port=host.port + CHANNEL)) as pod:
+        if pod:
+            about = pod.join(describe(flags, device_type) | {"--minutes": minutes})
+            require_alike(pod.names, about, "start the same code with the same command on all hosts")
+            begun = pod.gather("when they begin", time.strftime("%Y%m%d_%H%M%S"))[0]
+            setting = replace(setting, mirror=f"{flags.record.checkpoint_mirror}/tpu_check_{begun}")
+        found = check_all(setting, plan, minutes, pod)
+        shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+        if setting.mirror and setting.is_first:
+            delete_copies(setting.mirror)
+        measured = accelerator and measurements(found, plan, accelerator)
+        status = deliver(found, flags.replace(**instead_of(found, plan)), measured, folder)
+        if pod:
+            pod.gather(END, status)
     if measured:  # where the preflight looks for it
         chips = require_writable_dir(get_base_dir() / "chips")
         shutil.copy(folder / "check.json", chips / f"{accelerator}.json")
     return status
 
 
-def check_all(setting, plan, minutes):
-    """Runs all checks, one after the other, and prints a line as each ends. Returns {check: [Finding]}."""
+def check_all(setting, plan, minutes, pod=None):
+    """Runs all checks, one after the other, and prints a line as each ends. Returns {check: [Finding]}. pod: the Pod,
+    if there are several hosts: all begin each check together, and know what all have found."""
     from nanochat.preflight.chip import Finding
     deadline = time.monotonic() + 60 * minutes
     found = {}
     for name, (file, most_s) in CHECKS.items():
         limit_s = min(most_s * minutes / 10, deadline - time.monotonic())
+        if pod:
+            limit_s = min(pod.gather(f"how long {name} may take", limit_s))
         if limit_s < 1 or "run" in broken(found):
             found[name] = [Finding(name, False, "not reached")]
             say(f"{name}: not reached")
@@ -106,9 +133,20 @@ def check_all(setting, plan, minutes):
         flags = setting.flags.replace(**instead_of(found, plan))
         check = getattr(import_module(f"nanochat.preflight.{file}"), name)
         found[name] = run_limited(name, check, replace(setting, flags=flags), limit_s)
+        if pod:
+            found[name] = of_all_hosts(pod.gather(f"what {name} has found", [*map(asdict, found[name])]))
         failed = "; ".join(f"{each.what}: {each.figure}" for each in found[name] if not each.holds)
         say(f"{name}: {f'NOT {failed}' if failed else 'holds'}, {time.monotonic() - begun:.0f} s")
     return found
+
+
+def of_all_hosts(found):
+    """Returns the Findings of the first host, and what does not hold on others, with their place. found: the Findings
+    of each host, as dicts."""
+    from nanochat.preflight.chip import Finding
+    others = [each | {"what": f"host {index}: {each['what']}"}
+              for index, of_host in enumerate(found[1:], 1) for each in of_host if not each["holds"]]
+    return [Finding(**each) for each in [*found[0], *others]]
 
 
 def run_limited(name, check, setting, limit_s):
@@ -150,7 +188,16 @@ def run_alone(name, check, setting):
         os.dup2(log, stream.fileno())
     with open(setting.folder / f"{name}.json", "w") as file:
         for finding in check(setting):
-            print(json.dumps(asdict(finding)), file=file, flush=True)
+            if setting.is_first or name not in OF_FIRST_HOST:
+                print(json.dumps(asdict(finding)), file=file, flush=True)
+
+
+def delete_copies(mirror):
+    """Deletes what the runs of the checks have copied to a mirror of theirs."""
+    if not is_remote(mirror):
+        return shutil.rmtree(mirror, ignore_errors=True)
+    for path in list_files(mirror):
+        delete_file(f"{mirror}/{path}")
 
 
 def broken(found):

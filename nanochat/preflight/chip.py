@@ -54,12 +54,21 @@ class Setting:
     device_type: str  # "tpu", or "xla", where all checks run in a small size
     folder: Path  # for its files
     foreign: tuple = ()  # of foreign_variables()
+    hosts: int = 1
+    is_first: bool = True  # of the hosts: it has the records of the runs, and tells what came of them
+    mirror: str | None = None  # of the runs, if there are several hosts
     trainer: str = "scripts.base_train"
     preflight: str = "scripts.tpu_preflight"
 
     @property
     def chips(self):
-        return expected_world_size(self.device_type)
+        """How many chips all hosts have."""
+        return expected_world_size(self.device_type, self.hosts)
+
+    @property
+    def own_chips(self):
+        """How many chips this host has."""
+        return self.chips // self.hosts
 
     @property
     def accelerator(self):
@@ -95,10 +104,11 @@ def machine(setting):
     pids = holders()
     yield Finding("nobody else holds the chips", not pids, f"{len(pids)} processes", "0", "run")
     yield from versions(setting)
+    chips_here = setting.own_chips if setting.device_type == "tpu" else 1
     free_memory = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for what, size, needed_gb, breaks in (
             ("free disk", shutil.disk_usage(setting.folder).free, MIN_FREE_GB[setting.device_type], "run"),
-            ("free memory of the host", free_memory, 2 * (setting.chips if setting.device_type == "tpu" else 1), ""),
+            ("free memory of the host", free_memory, 2 * chips_here, ""),
             ("/dev/shm", shutil.disk_usage("/dev/shm").free, 0.06, "")):
         yield Finding(what, size >= 1e9 * needed_gb, f"{size / 1e9:.1f} GB", f"{needed_gb} GB", breaks)
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
@@ -163,8 +173,8 @@ def collectives(setting):
     status = run_as_ranks(try_collectives, setting.device_type, setting.folder, begin=begin_with_parent)
     found = [json.loads(path.read_text()) for path in setting.folder.glob("rank_*.json")]
     problem = "" if status == 0 else last_error(setting.folder / "collectives.log")
-    yield Finding("ranks that end", status == 0 and len(found) == setting.chips, problem or str(len(found)),
-                  str(setting.chips), "run")
+    yield Finding("ranks that end", status == 0 and len(found) == setting.own_chips,
+                  problem or str(len(found)), str(setting.own_chips), "run")
     if not found:
         return
     for name in found[0]["right"]:

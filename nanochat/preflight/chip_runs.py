@@ -32,7 +32,7 @@ from nanochat.train.start import run_tokenizer
 
 STEPS = 20
 SHORT = {"synthetic_data": True, "eval_every": -1, "sample_every": -1, "save_every": -1, "log_every": 5,
-         "num_iterations": STEPS, "checkpoint_mirror": None, "teacher": "", "init_from": "", "seq_len_ramp": ""}
+         "num_iterations": STEPS, "teacher": "", "init_from": "", "seq_len_ramp": ""}
 SMALL_DEPTH = 4  # of the runs that are compared with one another
 SAME_LOSS = 0.005  # two kernels round differently
 FIRST_LOSS = 0.5  # from ln V
@@ -50,7 +50,8 @@ def write_config(setting, name, micro_steps=1, **changes):
     own_tokenizer = get_base_dir() / "tokenizer"  # the run has another base directory
     if own_tokenizer.exists():
         changes.setdefault("tokenizer_dir", setting.flags.data.tokenizer_dir or str(own_tokenizer))
-    flags = setting.flags.replace(**SHORT | {"run": name, "device_type": setting.device_type} | changes)
+    flags = setting.flags.replace(**SHORT | {
+        "run": name, "device_type": setting.device_type, "checkpoint_mirror": setting.mirror} | changes)
     readers = setting.chips // flags.devices.mesh_tensor
     path = setting.folder / f"{name}.toml"
     tokens = flags.batch.device_batch_size * row_length(flags) * readers * micro_steps
@@ -69,9 +70,11 @@ def started(setting, name, micro_steps=1, **changes):
 
 
 def train(setting, name, micro_steps=1, **changes):
-    """Trains to the end. Returns the History, or None and why there is none."""
+    """Trains to the end. Returns the History, or None and why there is none here. On several hosts, all call this."""
     with started(setting, name, micro_steps, **changes) as process:
         status = process.wait()
+    if status == 0 and not setting.is_first:
+        return None, "the first host has the record"
     if status == 0:
         return read_run(run_directory(setting, name)), "it trains"
     return None, last_error(setting.folder / f"{name}.log") or f"status {status}"
@@ -147,11 +150,11 @@ def attention(setting):
     learns the factors of attention and of products."""
     if setting.device_type != "tpu":
         return
+    run, _ = train(setting, "long_rows", **with_long_rows(setting.flags))
     try:
         one, four = (read_run(run_directory(setting, f"{count}_micro_steps")) for count in (1, 4))
     except BadInput:  # they have not trained
         return
-    run, _ = train(setting, "long_rows", **with_long_rows(setting.flags))
     if run:  # they may be too much for the memory
         yield compare_time(LONG_ROWS, run.median("step_ms") - update_time(one, four),
                            read_estimate(setting, LONG_ROWS)["programs"].get("micro_step"))

@@ -1,0 +1,51 @@
+"""The check of a TPU with several hosts: two processes of this machine."""
+import json
+import sys
+
+import pytest
+
+from tests.run.life import Life
+
+pytestmark = pytest.mark.slow
+SMALL = ("--device_type=xla", "--depth=1", "--model_dim=128", "--num_heads=1", "--max_seq_len=64",
+         "--device_batch_size=1")
+
+
+@pytest.fixture
+def start(tmp_path, byte_tokenizer_dir):
+    """Starts the check on two hosts and returns their Lives."""
+    lives = []
+
+    def run(*flags, **of_second):
+        for index in (0, 1):
+            lives.append(Life(
+                [sys.executable, "-m", "tests.preflight.pod_check", *SMALL, f"--tokenizer_dir={byte_tokenizer_dir}",
+                 *flags],
+                {"NANOCHAT_HOSTS": "127.0.0.1,127.0.0.2", "NANOCHAT_HOST_INDEX": str(index),
+                 "NANOCHAT_POD_PORT": "7790", "NANOCHAT_HOST_NAME": f"w{index}", "CPU_NUM_DEVICES": "1",
+                 "NANOCHAT_BASE_DIR": str(tmp_path / f"w{index}"), **(of_second if index else {})}, 600))
+        return lives
+
+    yield run
+    for life in lives:
+        life.kill()
+
+
+def test_hosts_check_together_and_what_fails_on_one_is_in_the_table_of_all(start, tmp_path):
+    lives = start(f"--checkpoint_mirror={tmp_path}/mirror", "--minutes=30", TPU_ODD="1")
+    reports = []
+    for index, life in enumerate(lives):
+        assert life.end() == 1, "\n".join(each.text[-4000:] for each in lives)
+        reports.append(json.loads((tmp_path / f"w{index}/check/check.json").read_text())["checks"])
+    assert reports[0] == reports[1] and len(reports[0]) == 4
+    found = {each["what"]: each for findings in reports[0].values() for each in findings}
+    assert {"flash trains", "with the same bits", "a killed rank is named"} <= found.keys()
+    foreign = ["no foreign variables", "host 1: no foreign variables"]  # both have some of the tests
+    assert [what for what, each in found.items() if not each["holds"]] == foreign
+    assert ["TPU_ODD" in found[what]["figure"] for what in foreign] == [False, True]
+    assert not list((tmp_path / "mirror").glob("*"))
+
+
+def test_a_pod_without_a_mirror_is_refused(start):
+    for life in start():
+        assert life.end() == 2 and "error: --" not in life.text and "need --checkpoint_mirror" in life.text
