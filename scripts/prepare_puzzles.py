@@ -13,7 +13,7 @@ import numpy as np
 
 from nanochat import common
 from nanochat.common import expand_path, flag
-from nanochat.puzzles.make import Maker, make_splits
+from nanochat.puzzles.make import make_splits
 
 
 @dataclass(frozen=True)
@@ -28,14 +28,13 @@ class Flags:
 
 def main(argv=None):
     (flags,) = common.read_flags(argv, __doc__, {Flags: "flags"}, gone={"qqwing": "leave it out"})
-    rows, columns = map(int, flags.box.split("x"))
-    maker = Maker((rows, columns), flags.seed)
+    box = tuple(map(int, flags.box.split("x")))
     from nanochat.puzzles.puzzle_data import write_puzzles
     out_dir = common.require_writable_dir(flags.out_dir or common.get_base_dir() / "puzzles")
     refusal = f"another prepare_puzzles is writing to {out_dir}: wait for it, or choose another --out_dir"
     with common.locked(out_dir / ".lock", refusal):
-        splits = make_splits(maker, {"train": flags.train, "val": flags.val})
-        write_puzzles(out_dir, maker.box, splits)
+        splits = make_splits(box, flags.seed, {"train": flags.train, "val": flags.val})
+        write_puzzles(out_dir, box, splits)
     filled = np.mean([np.count_nonzero(puzzle) for puzzle, _ in splits["val"]])
     print(f"{out_dir}: {len(splits['train']):,} puzzles to train on, {len(splits['val']):,} held out, "
           f"{filled:.1f} digits on average")

@@ -116,14 +116,13 @@ class Sharding:
 
     def ranks(self):
         """Returns the TensorRanks of a layer that autograd differentiates."""
-        def own(vector):
-            return self.own_part(vector[None], vector.size(0) // len(self.tensor_groups[0]))[0]
+        share = partial(_WithGradient.apply, torch.clone, self.sum)
+        join = partial(_WithGradient.apply, self.sum, lambda d_out: d_out)
+        return TensorRanks(share, join, self.own_part)
 
-        return TensorRanks(partial(_Share.apply, self), partial(_Join.apply, self), own)
-
-    def own_part(self, x, width):
-        """Returns own_columns, with a gradient."""
-        return _Own.apply(self, x, width)
+    def own_part(self, x):
+        """Returns this rank's columns (…, width) of x (…, ranks × width), with a gradient."""
+        return _WithGradient.apply(self._own_columns, self._all_columns, x)
 
     def head(self, part, dtype):
         """Returns a list: the rows of the head that this rank computes with, from its part, in `dtype`; along tensor,
@@ -160,56 +159,26 @@ class Sharding:
         is_here = (ids >= 0) & (ids < num_rows)
         return torch.where(is_here, ids, 0), is_here
 
-    def own_columns(self, x, width):
-        """Returns this rank's columns (…, n × width) of x (…, n × ranks × width), `width` of each block."""
-        blocks = x.unflatten(-1, (-1, len(self.tensor_groups[0]), width))  # (…, n, ranks, width)
-        return blocks.index_select(-2, place_in_group(self.tensor_groups, x.device)[None]).flatten(-3)
+    def _own_columns(self, x):
+        parts = x.unflatten(-1, (len(self.tensor_groups[0]), -1))  # (…, ranks, width)
+        return parts.index_select(-2, place_in_group(self.tensor_groups, x.device)[None]).flatten(-2)
 
-    def all_columns(self, own, width):
-        """Returns x (…, n × ranks × width) from each rank's own_columns."""
-        parts = gather_in_groups(own[None], self.tensor_groups)  # (ranks, …, n × width)
-        return parts.unflatten(-1, (-1, width)).movedim(0, -2).flatten(-3)
+    def _all_columns(self, own):
+        return gather_in_groups(own[None], self.tensor_groups).movedim(0, -2).flatten(-2)  # from (ranks, …, width)
 
 
-class _Share(torch.autograd.Function):
-    """See layers.TensorRanks."""
+class _WithGradient(torch.autograd.Function):
+    """forward(x), whose gradient with respect to x is backward(d_out)."""
 
     @staticmethod
-    def forward(ctx, sharding, x):
-        ctx.sharding = sharding
-        return x.clone()
+    def forward(ctx, forward, backward, x):
+        ctx.backward_of = backward
+        return forward(x)
 
     @staticmethod
     def backward(ctx, d_out):
         use_device_of(d_out)
-        return None, ctx.sharding.sum(d_out)
-
-
-class _Join(torch.autograd.Function):
-    """See layers.TensorRanks."""
-
-    @staticmethod
-    def forward(ctx, sharding, x):
-        return sharding.sum(x)
-
-    @staticmethod
-    def backward(ctx, d_out):
-        return None, d_out
-
-
-class _Own(torch.autograd.Function):
-    """See Sharding.own_part."""
-
-    @staticmethod
-    def forward(ctx, sharding, x, width):
-        ctx.sharding = sharding
-        ctx.width = width
-        return sharding.own_columns(x, width)
-
-    @staticmethod
-    def backward(ctx, d_own):
-        use_device_of(d_own)
-        return None, ctx.sharding.all_columns(d_own, ctx.width), None
+        return None, None, ctx.backward_of(d_out)
 
 
 WHOLE = Sharding()

@@ -47,9 +47,8 @@ def get_kernels(name, interpret, sharding, chunk_tokens, products):
         if name == "flash" and layer.by_hand:
             rotary = _pallas_tables(*rotary)
         if values and sharding.tensor_groups:
-            width = sharding.whole_shape(stacks.attn_v).size(1)
             # This rank's heads of what every rank along tensor has looked up.
-            values = values._replace(array=sharding.own_part(values.array, width))
+            values = values._replace(array=sharding.own_part(values.array))
         return run_layers(layer, x, stacks, of_layers, rotary, recompute == "all", values)
 
     def embedding(ids, table, dtype):

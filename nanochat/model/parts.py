@@ -128,13 +128,14 @@ class Parts:
     def sum_gradient(self, name, gradient):
         """Returns the optimizer's part of a gradient, summed over the ranks. `gradient` is that of the model's part,
         already summed over all axes except data."""
+        is_of_rows = self._rows_are_divided(gradient)
+        if not is_of_rows:  # a table's is padded already, see of_model
+            gradient = _with_rows(gradient, -gradient.size(0) % self.dist.world_size)
         if not self.mesh.divides_weights:
-            return reduce_scatter_sum(self._padded(gradient), self.dist)
+            return reduce_scatter_sum(gradient, self.dist)
         if self.mesh.data > 1:
-            gradient = scatter_sum_in_groups(self._padded(gradient), self.mesh.groups("data"))
-        elif not self._rows_are_divided(gradient):
-            gradient = self._padded(gradient)
-        if self._rows_are_divided(gradient):
+            gradient = scatter_sum_in_groups(gradient, self.mesh.groups("data"))
+        if is_of_rows:
             return gradient
         # A rank has parts of matrices of L / data layers. Each exchange gives away layers, and gets the outputs or
         # inputs of the remaining layers from the others.
@@ -181,12 +182,6 @@ class Parts:
     def _rows_are_divided(self, tensor):
         """Whether it is a table, or a part of one, whose rows tensor divides, then fsdp, then data."""
         return tensor.dim() == 2 and self.mesh.divides_weights
-
-    def _padded(self, tensor):
-        # The model's part of a table on such a mesh is padded already: see of_model.
-        if self._rows_are_divided(tensor):
-            return tensor
-        return _with_rows(tensor, -tensor.size(0) % self.dist.world_size)
 
 
 def _with_rows(tensor, missing):

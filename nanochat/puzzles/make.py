@@ -3,7 +3,7 @@ import multiprocessing
 import os
 import signal
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -15,15 +15,9 @@ ROUNDS = 20  # each makes as many puzzles as are still missing
 SHARES = {"train": 0.75, "val": 0.25}  # of the fingerprints
 
 
-@dataclass(frozen=True)
-class Maker:
-    """Makes Sudokus: puzzle `number` is the same on every machine."""
-    box: tuple  # (rows, columns)
-    seed: int
-
-    def make(self, number):
-        """Returns puzzle `number` as (puzzle, solution)."""
-        return sudoku.generate(*self.box, f"{self.seed} {number}")
+def make(box, seed, number):
+    """Returns puzzle `number` as (puzzle, solution), the same on every machine. box: (rows, columns)."""
+    return sudoku.generate(*box, f"{seed} {number}")
 
 
 def begin_worker():
@@ -32,7 +26,7 @@ def begin_worker():
     end_with_parent(multiprocessing.parent_process().pid)
 
 
-def make_splits(maker, sizes):
+def make_splits(box, seed, sizes):
     """Returns {"train": puzzles, "val": puzzles} with the numbers in `sizes`. All forms of a puzzle are in one of
     them, because few small puzzles differ: 36 minimal 4 × 4 Sudokus. Raises BadInput if too few are found."""
     # Small puzzles repeat, so nobody knows how many must be made: each round makes the number that is still missing.
@@ -46,9 +40,9 @@ def make_splits(maker, sizes):
             missing = max(round((sizes[name] - len(found[name])) / share) for name, share in SHARES.items())
             if missing <= 0:
                 break
-            new = list(pool.map(maker.make, range(made, made + missing), chunksize=16))
+            new = list(pool.map(partial(make, box, seed), range(made, made + missing), chunksize=16))
             made += missing
-            fingerprints = sudoku.fingerprints(np.array([puzzle for puzzle, _ in new]), *maker.box)
+            fingerprints = sudoku.fingerprints(np.array([puzzle for puzzle, _ in new]), *box)
             progress.update(_split(new, fingerprints, found, sizes))
     if any(len(found[name]) < sizes[name] for name in sizes):
         raise BadInput(f"--train={sizes['train']} and --val={sizes['val']}: only {len(found['train'])} and "

@@ -20,6 +20,7 @@ from nanochat.model.optim import MuonAdamW
 from nanochat.model.rates import OptimConfig, gpt_rules
 from nanochat.train.language import NEXT_TOKEN
 from nanochat.train.step import TrainingStep
+from tests.kernels.test_loss import Case
 
 # 4 × 64 tokens and heads of 128 suit the Pallas kernels, too.
 CONFIG = GPTConfig(n_layer=3, n_embd=128, n_head=1, n_kv_head=1, vocab_size=64, max_seq_len=64)
@@ -167,12 +168,10 @@ def targets():
 
 def loss_and_gradients(mean_loss, device, dtype=torch.float32, scales=1.0, num_tokens=96):
     """Returns the mean loss, and its gradients of hidden states and head, whose rows have `scales`."""
-    hidden = normal(num_tokens, 64).to(dtype).to(device).requires_grad_()
-    head = (scales * normal(80, 64, seed=1)).to(dtype).to(device).requires_grad_()
-    head.main_grad = torch.zeros_like(head)
-    loss = mean_loss(hidden, head, targets()[:num_tokens].to(device), CAP)
-    loss.backward()
-    return [x.cpu() for x in (loss, hidden.grad, head.main_grad if head.grad is None else head.grad)]
+    hidden = normal(num_tokens, 64).to(dtype)
+    head = (scales * normal(80, 64, seed=1)).to(dtype)
+    case = Case(hidden, head, targets()[:num_tokens], CAP).to(device)
+    return [x.cpu() for x in case.mean_and_gradients(mean_loss)]
 
 
 @pytest.mark.parametrize("kernel, device_type, num_tokens", [
@@ -211,10 +210,8 @@ def test_the_heads_gradient_is_as_good_in_four_chunks_as_in_one(device):
     chunked = get_kernels("chunked", device, products="int8", chunk_tokens=16).mean_loss
     gradients = []
     for mean_loss, where in ((full_mean_loss, "cpu"), (chunked, "cpu" if device == "cpu" else torch_xla.device())):
-        head = (0.01 * normal(1024, 128, seed=1)).to(where).requires_grad_()
-        head.main_grad = torch.zeros_like(head)
-        mean_loss(hidden.to(where), head, 16 * torch.arange(64).to(where), CAP).backward()
-        gradients.append((head.main_grad if head.grad is None else head.grad).cpu())
+        case = Case(hidden, 0.01 * normal(1024, 128, seed=1), 16 * torch.arange(64), CAP).to(where)
+        gradients.append(case.mean_and_gradients(mean_loss)[2].cpu())
     exact, found = gradients
     assert (found - exact).norm() < 0.08 * exact.norm()
 

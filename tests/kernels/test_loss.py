@@ -109,6 +109,14 @@ def test_many_chunks_and_many_blocks_on_a_cpu_are_exact(tokens, vocabulary):
     check("chunked", some_case(LogitCap(15.0), tokens=tokens, vocabulary=vocabulary))
 
 
+@pytest.mark.parametrize("softcap", [0.0, 1.0, 15.0, 100.0, 1e4])
+def test_exponentials_are_summed_without_a_maximum_where_fp32_holds_them(softcap):
+    cap = LogitCap(softcap)
+    sum_of_largest = torch.exp(cap(torch.tensor(1e6))) * 2**20
+    assert cap.needs_maximum or sum_of_largest.isfinite()
+    assert not LogitCap(15.0).needs_maximum
+
+
 def test_auto_takes_chunks_on_a_tpu_without_jax(monkeypatch):
     assert [get_kernels("auto", device).name for device in ("tpu", "cpu", "cuda")] == ["flash", "current", "current"]
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)

@@ -25,11 +25,7 @@ def in_float64(q, k, v, d_out, window):
 
 def by_pallas(q, k, v, d_out, window, matrix_unit, **options):
     """The same by the kernels, from the second layer of a stack."""
-    def to_jax(x):
-        if x.dtype == torch.bfloat16:
-            return jax.numpy.asarray(x.float().numpy()).astype(jax.numpy.bfloat16)
-        return jax.numpy.asarray(x.numpy())
-
+    to_jax = jax.numpy.from_dlpack
     tables = [to_jax(table) for table in _pallas_tables(*rotary_tables(torch.arange(q.size(1)), DIM))]
     stacks = [to_jax(torch.stack([torch.full_like(x, torch.nan), x])) for x in (q, k, v)]
     options |= dict(windows=(window, q.size(1)) if window else (), matrix_unit=matrix_unit, interpret=True)
@@ -37,7 +33,7 @@ def by_pallas(q, k, v, d_out, window, matrix_unit, **options):
     out, log_sums = jax.jit(partial(pallas_attention.forward, **options))(place, *stacks, *tables)
     gradients = jax.jit(partial(pallas_attention.backward, **options))(
         place, *stacks, jax.numpy.stack([log_sums * jax.numpy.nan, log_sums]), to_jax(d_out), *tables)
-    return [torch.from_numpy(np.array(x.astype("float32"))) for x in (out, *gradients)]
+    return [torch.from_dlpack(x).float() for x in (out, *gradients)]
 
 
 def some_operands(length, heads, kv_heads, dtype):

@@ -9,6 +9,7 @@ import torch
 from nanochat.kernels import int8, pallas_int8
 from nanochat.kernels.int8 import Rows
 from nanochat.kernels.pallas_int8 import PART, TURN
+from tests.kernels.test_int8 import normal
 
 TOKENS, WIDTH, HIDDEN = 3 * PART, 128, 256
 
@@ -22,10 +23,6 @@ def by_pallas(function, *arrays, **options):
 
 def stacked(integers):
     return torch.stack([torch.full_like(integers, 99), integers])
-
-
-def normal(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def dithered(x, part):

@@ -82,10 +82,10 @@ def reference_logits(model, ids):
                 mine = slice(head * c.head_dim, (head + 1) * c.head_dim)
                 kv_head = head // (c.n_head // c.n_kv_head)
                 shared = slice(kv_head * c.head_dim, (kv_head + 1) * c.head_dim)
+                keys = torch.stack([rms(rotate(k[t, shared], t)) for t in range(len(row))])
                 for t in range(len(row)):
                     first = max(0, t - window + 1) if window else 0
-                    query = rms(rotate(q[t, mine], t))
-                    scores = torch.stack([query @ rms(rotate(k[s, shared], s)) for s in range(first, t + 1)])
+                    scores = keys[first:t + 1] @ rms(rotate(q[t, mine], t))
                     attended[t, mine] = torch.softmax(scores / math.sqrt(c.head_dim), 0) @ v[first:t + 1, shared]
             x = x + gate(layer, 1, h) * (attended @ w["attn_o"][layer].T)
             h = rms(x)
