@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nanochat.device.xla_ops import add_to_columns, loop, put, take, take_columns
+from nanochat.device.xla_ops import add_if, loop, put, take
 from nanochat.kernels.products import Halves
 from nanochat.kernels.sharded import WHOLE, Sharding
 
@@ -25,20 +25,15 @@ class Given(NamedTuple):
     weights: Any  # this layer's slice of each stack, whole, in the dtype of x
     window: torch.Tensor | None  # int32 (), as in Kernels.attention
     tables: tuple  # further tensors, which have no gradient
-    number: torch.Tensor | None  # int32 (): which block of `values` the layer adds, as in layers.LayerValues
-    values: torch.Tensor | None  # (B, T, count × C_kv)
-    value_width: int  # C_kv
+    adds: torch.Tensor | None  # int32 (), of layers.LayerValues
+    values: torch.Tensor | None  # (B, T, C_kv)
 
     def value(self):
         """Returns what the layer adds to attention's values, (B, T, C_kv), or None if no layer of the model adds
         anything. A layer that adds nothing gets 0."""
         if self.values is None:
             return None
-        # All layers run one body, so a layer that adds nothing takes columns, too. Its number is one beyond the last:
-        # take_columns then returns the last ones, and 0 replaces them.
-        value = take_columns(self.values, self.number, self.value_width)
-        count = self.values.size(-1) // self.value_width
-        return torch.where(self.number < count, value, 0.0).to(value.dtype)
+        return torch.where(self.adds > 0, self.values, 0.0).to(self.values.dtype)
 
 
 @dataclass(frozen=True)
@@ -76,12 +71,10 @@ def run_layers(layer, x, stacks, windows, tables, keeps_input_only=False, values
     if windows is not None:
         per_layer.append(windows)
     array = None
-    width = 0
     if values is not None:
-        per_layer.append(values.numbers)
+        per_layer.append(values.adds)
         array = values.array
-        width = array.size(-1) // values.count
-    loops = _Loops(layer, type(stacks), windows is not None, len(tables), width,
+    loops = _Loops(layer, type(stacks), windows is not None, len(tables), values is not None,
                    keeps_input_only or layer.by_hand is None)
     return _AllLayers.apply(x, array, per_layer, tables, loops, torch.is_grad_enabled(), *stacks)
 
@@ -126,7 +119,7 @@ class _AllLayers(torch.autograd.Function):
         inputs, *saved = ctx.saved_tensors
         loops, read, constants, stacks = ctx.others
         carry = [d_out, torch.zeros_like(d_out)]
-        if loops.value_width:
+        if loops.has_values:
             carry.append(torch.zeros_like(constants[-1]))
         (d_x, d_x0, *d_values), gradients = loop(
             _BackwardBody(loops, len(saved)), carry, read, [stack.main_grad for stack in stacks],
@@ -144,7 +137,7 @@ class _Loops:
     weights_type: Any
     has_windows: bool
     num_tables: int
-    value_width: int  # 0: no layer adds to attention's values
+    has_values: bool  # layers add to attention's values
     keeps_input_only: bool
 
     def given(self, read, constants):
@@ -157,12 +150,11 @@ class _Loops:
             products = self.layer.products.of(name)
             weights.append(products.read(tensors, name, x0.dtype, self.layer.sharding.gather))
         window = next(tensors) if self.has_windows else None
-        number = values = None
-        if self.value_width:
-            number = next(tensors)
+        adds = values = None
+        if self.has_values:
+            adds = next(tensors)
             values = others[self.num_tables]
-        return Given(x0, self.weights_type(*weights), window, others[:self.num_tables], number, values,
-                     self.value_width)
+        return Given(x0, self.weights_type(*weights), window, others[:self.num_tables], adds, values)
 
 
 @dataclass(frozen=True)
@@ -203,7 +195,7 @@ class _BackwardBody:
         else:
             d_x, d_x0_here, d_value, d_weights = _differentiated(layer, x, d_out, given)
         if d_values:
-            d_values = [add_to_columns(d_values[0], given.number, d_value)]  # if the layer adds a value
+            d_values = [add_if(given.adds, d_values[0], d_value)]
         sums = []
         for name, total, gradient in zip(self.loops.weights_type._fields, write, d_weights, strict=True):
             sums.append(total + layer.sharding.scatter(gradient, x.dtype, name).to(total.dtype))

@@ -37,11 +37,10 @@ class Decoder(nn.Module):
         cos, sin = self._rotary_tables()
         windows = [window or config.max_seq_len for window in config.windows()]
         # A loop over the layers reads a number for each layer: 0 stands for the value embeddings, 1 for none.
-        slots = [0 if adds else 1 for adds in config.adds_values()]
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
         self.register_buffer("windows", torch.tensor(windows, dtype=torch.int32), persistent=False)
-        self.register_buffer("slots", torch.tensor(slots, dtype=torch.int32), persistent=False)
+        self.register_buffer("adds", torch.tensor(config.adds_values(), dtype=torch.int32), persistent=False)
 
     @torch.no_grad()
     def init_weights(self, seed=0):
@@ -101,7 +100,7 @@ class Decoder(nn.Module):
             windows = layers.LayerWindows(tuple(sorted(sizes)), self.windows)
         values = self.values(ids)
         if values is not None:
-            values = layers.LayerValues(self.slots, values, count=1)
+            values = layers.LayerValues(self.adds, values)
         rotary = self.cos[:ids.size(1)], self.sin[:ids.size(1)]
         return self.kernels.run_layers(self.options, x0, self._stacks(), windows, rotary, self.activation_checkpointing,
                                        values)

@@ -42,10 +42,9 @@ class LayerWindows(NamedTuple):
 
 
 class LayerValues(NamedTuple):
-    """What layers add to attention's values: one of `count` blocks of columns of an array."""
-    numbers: torch.Tensor  # each layer's block, int32 (layers,); `count`: the layer adds none
-    array: torch.Tensor  # (B, T, count × C_kv)
-    count: int
+    """What some layers add to attention's values."""
+    adds: torch.Tensor  # int32 (layers,): 1 if the layer adds it, else 0
+    array: torch.Tensor  # (B, T, C_kv)
 
 
 class Products(NamedTuple):
