@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 import sysconfig
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,6 +24,7 @@ from nanochat.export import export
 from nanochat.export.model_card import describe_gaps, write_card
 from nanochat.export.tokenizer_json import tokenizer_json
 from nanochat.model.config import GPTConfig
+from nanochat.model.weights import WEIGHTS
 from scripts import export as script
 from tests.checkpoint.states import make_meta, names
 from tests.conftest import last_of_each
@@ -323,6 +325,14 @@ def test_the_card_has_the_licences_of_the_data_of_the_training(tmp_path):
     assert "Unknown: the manifest" in card_of(meta)
     manifest.write_text("[]")
     assert "Unknown: the manifest" in card_of(meta)
+
+
+def test_the_files_express_every_weight_and_every_field_of_a_gpt():
+    """A new field needs a place in config.json and in modeling_nanochat_scaled.py, or check_exportable refuses it."""
+    assert export.LAYER_NAMES.keys() | export.OTHER_NAMES.keys() == {weight.name for weight in WEIGHTS}
+    assert {field.name for field in fields(GPTConfig)} == {
+        "vocab_size", "max_seq_len", "n_layer", "n_embd", "n_head", "n_kv_head", "window_pattern", "short_window",
+        "rotary_base", "key_shift", "softcap", "layer_gates", "value_embeddings"}
 
 
 def test_windows_of_one_position_are_refused(byte_tokenizer_dir):
