@@ -24,7 +24,7 @@ def trace(accelerator, products, path):
 
 
 def plain_environment():
-    """Returns the environment without what makes other programs of a run's."""
+    """Returns the environment without the variables that change a run's programs."""
     return {name: value for name, value in os.environ.items()
             if name not in ("PJRT_DEVICE", "CPU_NUM_DEVICES", "LIBTPU_INIT_ARGS", "XLA_FLAGS")}
 

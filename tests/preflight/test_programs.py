@@ -1,11 +1,14 @@
 """A change of the code leaves the programs of a training run as they are, unless it says so (program_texts.py)."""
+import importlib.util
 import re
 from collections import Counter
 
 import pytest
 
-from tests.preflight import needs_compiler
 from tests.preflight.program_texts import RUNS, read_kept, trace
+
+pytestmark = pytest.mark.skipif(not (importlib.util.find_spec("libtpu") and importlib.util.find_spec("jax")),
+                                reason="needs libtpu and jax: pip install '.[tpu]'")
 
 
 def counted(text):
@@ -17,7 +20,6 @@ def first_lines(counts):
     return "\n".join(f"{count} x {line[:300]}" for line, count in list(counts.items())[:20])
 
 
-@needs_compiler
 @pytest.mark.slow
 @pytest.mark.parametrize("accelerator, products", RUNS)
 def test_the_programs_at_depth_16_are_the_kept_ones_instruction_for_instruction(tmp_path, accelerator, products):

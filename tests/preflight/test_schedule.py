@@ -1,4 +1,6 @@
 """The machine's own schedule: products whose cycles are known, by the real compiler without a TPU, and what is read."""
+import importlib.util
+
 import pytest
 
 from nanochat.common import Failure, run_script
@@ -8,8 +10,9 @@ from nanochat.preflight.jax_programs import schedule_of
 from nanochat.preflight.ops import Op
 from nanochat.preflight.schedule import read_folder, read_schedule
 from scripts.bench import kernels as bench_kernels
-from tests.preflight import needs_compiler
 
+needs_compiler = pytest.mark.skipif(not (importlib.util.find_spec("libtpu") and importlib.util.find_spec("jax")),
+                                    reason="needs libtpu and jax: pip install '.[tpu]'")
 PRODUCT = """
 import jax
 size = int(sys.argv[1])
