@@ -44,7 +44,6 @@ def main(argv=None):
     if is_gguf:
         llama_cpp.require_package()
     out = Path(os.path.abspath(flags.out))
-    export.check_place(out)
     path = find_checkpoint(flags.checkpoint).absolute()
     if path in out.parents:
         raise BadInput(f"--out={out} is in the checkpoint {path}: name another place")

@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import shutil
-from dataclasses import fields
 from pathlib import Path
 
 from nanochat.checkpoint.on_disk import SUMS, sums_text, sync_to_disk
@@ -15,7 +14,6 @@ from nanochat.checkpoint.pieces import save_tensors
 from nanochat.common import BadInput
 from nanochat.export import llama
 from nanochat.export.tokenizer_json import tokenizer_json
-from nanochat.model import logit_cap
 from nanochat.model.layers import NORM_EPS
 
 CODE = "modeling_nanochat_scaled"
@@ -29,9 +27,6 @@ LAYER_NAMES = {"resid_scale": "resid_scale", "x0_scale": "x0_scale",
                "gate_map": "gate_map", "gate_scale": "gate_scale"}
 OTHER_NAMES = {"wte": "model.embed_tokens.weight", "lm_head": "lm_head.weight",
                "value_table": "model.value_table.weight"}
-# The fields of GPTConfig that the files express. A model whose other fields differ from the defaults is refused.
-EXPRESSED = {"vocab_size", "max_seq_len", "n_layer", "n_embd", "n_head", "n_kv_head", "window_pattern", "short_window",
-             "rotary_base", "key_shift", "layer_gates", "value_embeddings", *logit_cap.CONFIG_FIELDS}
 
 
 def is_llama(model):
@@ -39,31 +34,23 @@ def is_llama(model):
 
 
 def check_exportable(model):
-    """Raises BadInput if the model has parts that the files cannot express."""
-    if is_llama(model):  # of which transformers computes every one
-        return
-    if 1 in model.config.windows():
+    """Raises BadInput if transformers would compute the model otherwise."""
+    if not is_llama(model) and 1 in model.config.windows():
         raise BadInput("--checkpoint has windows of 1 position, with which transformers' cache gives wrong results")
-    unknown = sorted(model.state_dict().keys() - LAYER_NAMES.keys() - OTHER_NAMES.keys())
-    for field in fields(model.config):
-        value = getattr(model.config, field.name)
-        if field.name not in EXPRESSED and value != field.default:
-            unknown.append(f"{field.name} = {value}")
-    if unknown:
-        raise BadInput(f"--checkpoint: the model has {', '.join(unknown)}, which cannot be exported")
 
 
 def weights(model, meta):
     """Returns the weights of a model by their names in transformers, {name: tensor}."""
     if is_llama(model):
         return llama.weights(model, meta)
-    state = model.state_dict()
-    named = {theirs: state[ours] for ours, theirs in OTHER_NAMES.items() if ours in state}
-    for ours, theirs in LAYER_NAMES.items():
-        if ours in state:
-            for layer, weight in enumerate(state[ours].unbind(0)):
-                # A layer's scale has the shape () here, and (1,) in transformers.
-                named[f"model.layers.{layer}.{theirs}"] = weight.reshape(weight.shape or (1,))
+    named = {}
+    for ours, weight in model.state_dict().items():
+        if ours in OTHER_NAMES:
+            named[OTHER_NAMES[ours]] = weight
+            continue
+        for layer, of_layer in enumerate(weight.unbind(0)):
+            # A layer's scale has the shape () here, and (1,) in transformers.
+            named[f"model.layers.{layer}.{LAYER_NAMES[ours]}"] = of_layer.reshape(of_layer.shape or (1,))
     return named
 
 

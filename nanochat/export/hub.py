@@ -35,7 +35,7 @@ from nanochat.run.processes import exclusive_use
 WEIGHT_FILES = ("model*.safetensors",)
 DOWNLOAD = ".download"  # in the run's folder: what a kill leaves there, the next attempt continues
 OUTAGE_S = 60
-DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}  # as safetensors names them
+DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}  # of safetensors, as torch names them
 
 
 def import_model(place, directory, max_seq_len=None):
@@ -90,7 +90,7 @@ def _write_checkpoint(folder, source, max_seq_len):
             _write_tensors(folder / file, names, config, stored)
     meta = Meta(0, asdict(config), tokenizer.sha256, data_fingerprint="", flags={}, rng="", time=time.time(), source={
         "model": source.name, "commit": source.commit, "licence": licence_of(small.get(CARD, b"")),
-        "model_type": found["model_type"], "dtype": str(dtype).removeprefix("torch.")})
+        "model_type": found["model_type"], "dtype": dtype})
     for name, text in (layout.indexes() | {META: json.dumps(meta.to_json(), indent=1)}).items():
         (folder / name).write_text(text)
     (folder / SUMS).write_text(on_disk.sums_text(sorted(folder.iterdir())))
@@ -131,17 +131,15 @@ class Source(NamedTuple):
     commit: str  # of the Hub, or ""
     fetch: Callable  # fetch(patterns) brings the files of such names into the folder
 
-    def path_of(self, name):
-        """Returns the path of a file. Raises BadInput or OSError unless it is an ordinary file in the folder."""
-        path = self.folder / name
-        require_file(path)
-        if path.resolve().parent != self.folder.resolve():
-            raise BadInput(f"{path} is a link out of its folder: copy the model with cp -rL")
-        return path
-
     def paths(self, patterns):
-        """Returns the paths of the files of such names, as path_of does."""
-        return [self.path_of(name) for name in sorted(os.listdir(self.folder)) if matches(name, patterns)]
+        """Returns the paths of the files of such names. Raises BadInput or OSError unless each is an ordinary file in
+        the folder."""
+        found = [self.folder / name for name in sorted(os.listdir(self.folder)) if matches(name, patterns)]
+        for path in found:
+            require_file(path)
+            if path.resolve().parent != self.folder.resolve():
+                raise BadInput(f"{path} is a link out of its folder: copy the model with cp -rL")
+        return found
 
 
 def open_source(place, scratch):
@@ -239,7 +237,8 @@ def find_tensors(source):
 
 
 def _require_tensors(source, stored, config):
-    """Returns the dtype of the tensors, {name: Stored}. Raises BadInput unless they are those of the config."""
+    """Returns the dtype of the tensors, {name: Stored}, by its name. Raises BadInput unless they are those of the
+    config."""
     def refuse(problem):
         raise BadInput(f"{source.name}: {problem}: its {CONFIG} and its weights do not belong together, or a file is "
                        "incomplete")

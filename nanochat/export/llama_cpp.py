@@ -1,6 +1,7 @@
 """A model of the Llama family as a GGUF file, which llama.cpp runs. Written with the package gguf."""
 import json
 from dataclasses import replace
+from importlib.util import find_spec
 
 import numpy as np
 
@@ -42,10 +43,8 @@ FILES = {"fim_rep": ("<|repo_name|>", "<repo_name>", "<reponame>"), "fim_sep": (
 
 def require_package():
     """Raises BadInput unless the package gguf is installed."""
-    try:
-        import gguf  # noqa: F401
-    except ImportError:
-        raise BadInput("*.gguf needs the package gguf, which is not installed: pip install '.[gguf]'") from None
+    if not find_spec("gguf"):
+        raise BadInput("*.gguf needs the package gguf, which is not installed: pip install '.[gguf]'")
 
 
 def find_split(tokenizer):

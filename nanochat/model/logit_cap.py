@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 import torch
 
-CONFIG_FIELDS = ("softcap",)  # the fields of GPTConfig that make a cap
 LARGEST_WITHOUT_MAXIMUM = 60  # exp(60) summed over a vocabulary of 2**20 is 1e32, and fp32 reaches 3e38
 
 

@@ -45,12 +45,12 @@ class CompiledProgram:
     schedules: dict = field(default_factory=dict)  # name of an operation -> schedule.Schedule, if asked for
 
 
-def compile_programs(programs, tpu_slice, folder, timeout_s=1800, jobs=2, schedule_options=None):
+def compile_programs(programs, tpu_slice, folder, timeout_s, jobs=2, with_schedules=False):
     """Compiles each TracedProgram for `tpu_slice` (a tpu.Slice); yields (program, CompiledProgram) as each is done.
 
     folder: keeps the files that the compilers read and write, in a folder for each program.
     timeout_s: for one program. jobs: the number of compilers that run concurrently.
-    schedule_options: schedule.LIBTPU_OPTIONS, to read the machine's own schedule of each operation, too.
+    with_schedules: whether to read the machine's own schedule of each operation, too.
     Raises Failure if a compiler times out, writes no schedules, or fails for another reason than a lack of device
     memory; the other compilers end then.
     """
@@ -60,7 +60,7 @@ def compile_programs(programs, tpu_slice, folder, timeout_s=1800, jobs=2, schedu
         for program in programs:
             own_folder = Path(folder) / program.name.replace(" ", "_")  # libtpu takes no path with a space
             futures[pool.submit(_compile_in_subprocess, program, tpu_slice, own_folder, timeout_s, processes,
-                                schedule_options)] = program
+                                with_schedules)] = program
         # When the caller stops or a compiler fails, the queue is cancelled before the compilers are killed: a thread
         # whose compiler was killed would take the next program from it.
         try:
@@ -72,21 +72,20 @@ def compile_programs(programs, tpu_slice, folder, timeout_s=1800, jobs=2, schedu
                 process.kill()  # does nothing to a process that has ended
 
 
-def _compile_in_subprocess(program, tpu_slice, folder, timeout_s, processes, schedule_options):
-    folder.mkdir(parents=True, exist_ok=True)
+def _compile_in_subprocess(program, tpu_slice, folder, timeout_s, processes, with_schedules):
+    schedules_folder = folder / "schedules"
+    shutil.rmtree(schedules_folder, ignore_errors=True)  # of an earlier preflight that was killed
+    schedules_folder.mkdir(parents=True)
     (folder / "traced.pb").write_bytes(program.hlo_proto)
     options = {}
     schedules = {}
-    schedules_folder = folder / "schedules"
-    if schedule_options:
-        shutil.rmtree(schedules_folder, ignore_errors=True)  # of an earlier preflight that was killed
-        schedules_folder.mkdir()
+    if with_schedules:
         # The compiler's process works in `folder`, so a name without a path is enough.
-        options = schedule_options | {"xla_jf_dump_to": schedules_folder.name}
+        options = schedule.LIBTPU_OPTIONS | {"xla_jf_dump_to": schedules_folder.name}
     try:
         _run_compiler(program, tpu_slice, folder, timeout_s, processes, options)
         compiled = json.loads((folder / "compiled.json").read_text())
-        if schedule_options and not compiled.get("out_of_memory"):
+        if with_schedules and not compiled.get("out_of_memory"):
             schedules = schedule.read_folder(schedules_folder)
     finally:
         shutil.rmtree(schedules_folder, ignore_errors=True)  # 80 MB and more

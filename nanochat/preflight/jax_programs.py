@@ -9,7 +9,6 @@ from nanochat.device import tpu
 from nanochat.preflight import hlo
 from nanochat.preflight.compile import compile_programs
 from nanochat.preflight.ops import ops_of
-from nanochat.preflight.schedule import LIBTPU_OPTIONS
 
 _WRITE = "\nsys.stdout.buffer.write(lowered.compiler_ir('hlo').as_serialized_hlo_module_proto())\n"
 
@@ -22,7 +21,7 @@ def parse_one_chip(accelerator):
     return tpu_slice
 
 
-def schedule_of(name, code, arguments, tpu_slice, folder, timeout_s, libtpu_options=LIBTPU_OPTIONS):
+def schedule_of(name, code, arguments, tpu_slice, folder, timeout_s):
     """Compiles a program. Returns the Schedule of its dearest operation, and what the Pallas kernel in it declares,
     {"flops": …, "transcendentals": …}, or {}.
 
@@ -39,7 +38,7 @@ def schedule_of(name, code, arguments, tpu_slice, folder, timeout_s, libtpu_opti
         last = traced.stderr.decode(errors="replace").strip().splitlines()[-1:]
         raise Failure(f"the {name} cannot be traced: {''.join(last) or f'status {traced.returncode}'}")
     program = SimpleNamespace(name=name, hlo_proto=traced.stdout, donated=set())
-    (_, compiled), = compile_programs([program], tpu_slice, folder, timeout_s, schedule_options=libtpu_options)
+    (_, compiled), = compile_programs([program], tpu_slice, folder, timeout_s, with_schedules=True)
     if compiled.out_of_memory:
         raise Failure(f"the {name} does not fit into the chip: {compiled.out_of_memory.splitlines()[0]}")
     dearest = max(compiled.schedules.values(), key=lambda schedule: schedule.cycles)

@@ -5,7 +5,7 @@ import tempfile
 
 from nanochat.common import say, work
 from nanochat.device import tpu
-from nanochat.preflight import estimate, schedule
+from nanochat.preflight import estimate
 from nanochat.preflight.compile import compile_programs
 from nanochat.preflight.measured import corrected
 
@@ -64,7 +64,7 @@ def _compile(own, programs, traced, report):
     work.begin(f"compiling {', '.join(left)}")
     with tempfile.TemporaryDirectory(prefix="tpu_preflight_") as scratch:
         for program, compiled in compile_programs(traced, own.tpu_slice, own.dump_dir or scratch, own.timeout_s,
-                                                  own.jobs, schedule.LIBTPU_OPTIONS):
+                                                  own.jobs, with_schedules=True):
             name = program.name
             left.remove(name)
             work.begin(f"compiling {', '.join(left)}" if left else "estimating")

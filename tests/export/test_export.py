@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 import sysconfig
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,6 +24,7 @@ from nanochat.export import export
 from nanochat.export.model_card import describe_gaps, write_card
 from nanochat.export.tokenizer_json import tokenizer_json
 from nanochat.model.config import GPTConfig
+from nanochat.model.weights import WEIGHTS
 from scripts import export as script
 from tests.checkpoint.states import make_meta, names
 from tests.conftest import last_of_each
@@ -49,31 +51,30 @@ for number, job in enumerate(json.load(sys.stdin)):
         assert [tokenizer.decode(text_ids) for text_ids in ids] == job["texts"]
         assert tokenizer(job["texts"][0]).input_ids == [tokenizer.bos_token_id, *ids[0]]
         found[f"{number} ids"] = np.concatenate([np.array([len(text_ids), *text_ids]) for text_ids in ids])
-    if "ids" in job:
-        with contextlib.suppress(ValueError):  # the native class would take the weights, and leave out the scales
-            AutoModelForCausalLM.from_pretrained(job["folder"], trust_remote_code=False)
-            raise AssertionError("it was loaded without its code")
-        model, loading = AutoModelForCausalLM.from_pretrained(job["folder"], trust_remote_code=True,
-                                                              output_loading_info=True)
-        assert not any(loading.values()), loading
-        ids = torch.tensor([job["ids"]])
-        with torch.no_grad():
-            found[f"{number} logits"] = model(ids).logits[0].numpy()
-        prompt = ids[:, :job["prompt_len"]]
-        found[f"{number} tokens"] = model.generate(
-            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=ids.shape[1] - job["prompt_len"],
-            do_sample=False, eos_token_id=-1, pad_token_id=0)[0].numpy()
-        padded = torch.cat([torch.zeros(1, 7, dtype=torch.long), prompt], dim=1)
-        is_text = torch.arange(padded.shape[1])[None] >= 7
-        with torch.no_grad():
-            found[f"{number} padded"] = model(padded, attention_mask=is_text.long()).logits[0, 7:].numpy()
-        for cache in ("dynamic", "static"):
-            found[f"{number} {cache}"] = model.generate(
-                torch.cat([padded, padded]), attention_mask=torch.cat([is_text, torch.ones_like(is_text)]).long(),
-                max_new_tokens=ids.shape[1] - job["prompt_len"], do_sample=False, eos_token_id=-1, pad_token_id=0,
-                cache_implementation=cache, disable_compile=True)[0, 7:].numpy()
-        found[f"{number} class"] = type(model).__name__
-        found[f"{number} end"] = model.generation_config.eos_token_id
+    with contextlib.suppress(ValueError):  # the native class would take the weights, and leave out the scales
+        AutoModelForCausalLM.from_pretrained(job["folder"], trust_remote_code=False)
+        raise AssertionError("it was loaded without its code")
+    model, loading = AutoModelForCausalLM.from_pretrained(job["folder"], trust_remote_code=True,
+                                                          output_loading_info=True)
+    assert not any(loading.values()), loading
+    ids = torch.tensor([job["ids"]])
+    with torch.no_grad():
+        found[f"{number} logits"] = model(ids).logits[0].numpy()
+    prompt = ids[:, :job["prompt_len"]]
+    found[f"{number} tokens"] = model.generate(
+        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=ids.shape[1] - job["prompt_len"],
+        do_sample=False, eos_token_id=-1, pad_token_id=0)[0].numpy()
+    padded = torch.cat([torch.zeros(1, 7, dtype=torch.long), prompt], dim=1)
+    is_text = torch.arange(padded.shape[1])[None] >= 7
+    with torch.no_grad():
+        found[f"{number} padded"] = model(padded, attention_mask=is_text.long()).logits[0, 7:].numpy()
+    for cache in ("dynamic", "static"):
+        found[f"{number} {cache}"] = model.generate(
+            torch.cat([padded, padded]), attention_mask=torch.cat([is_text, torch.ones_like(is_text)]).long(),
+            max_new_tokens=ids.shape[1] - job["prompt_len"], do_sample=False, eos_token_id=-1, pad_token_id=0,
+            cache_implementation=cache, disable_compile=True)[0, 7:].numpy()
+    found[f"{number} class"] = type(model).__name__
+    found[f"{number} end"] = model.generation_config.eos_token_id
 np.savez(sys.argv[1], **found)
 """
 
@@ -129,18 +130,22 @@ COMBINATIONS = [
     (2, "SSL", 15.0, GATES | VALUES | SHIFT | {"short_window": 12})]
 
 
-def test_every_part_of_the_model_is_exact_in_transformers(tmp_path, byte_tokenizer_dir):
-    tokenizer = load_tokenizer(byte_tokenizer_dir)
-    ids, jobs, models = text_ids(tokenizer, CONTEXT), [], []
-    for number, (kv_heads, pattern, softcap, parts) in enumerate(COMBINATIONS):
-        models.append(make_model(tokenizer, kv_heads, pattern, softcap, **parts))
+def test_every_part_of_the_model_and_the_shipped_tokenizer_are_exact_in_transformers(tmp_path, byte_tokenizer_dir):
+    of_bytes, shipped = load_tokenizer(byte_tokenizer_dir), load_tokenizer(SHIPPED_DIR)
+    exported = [(make_model(of_bytes, kv_heads, pattern, softcap, **parts), of_bytes)
+                for kv_heads, pattern, softcap, parts in COMBINATIONS]
+    exported.append((make_model(shipped), shipped))
+    jobs = []
+    for number, (model, tokenizer) in enumerate(exported):
         folder = tmp_path / str(number)
         folder.mkdir()
-        export.check_exportable(models[-1])
-        export.write_for_transformers(folder, None, models[-1], tokenizer, make_meta(), card="")
-        jobs.append({"folder": str(folder), "ids": ids, "prompt_len": PROMPT_LEN})
+        export.check_exportable(model)
+        export.write_for_transformers(folder, None, model, tokenizer, make_meta(), card="")
+        jobs.append({"folder": str(folder), "ids": text_ids(tokenizer, CONTEXT), "prompt_len": PROMPT_LEN})
+    texts = jobs[-1]["texts"] = [*HEADERS[20:60], *stress_strings(500, seed=1)]
     found = read(tmp_path, jobs)
-    for number, model in enumerate(models):
+    for number, (model, tokenizer) in enumerate(exported):
+        ids = jobs[number]["ids"]
         torch.testing.assert_close(torch.tensor(found[f"{number} logits"]), model(torch.tensor([ids]))[0],
                                    atol=1e-4, rtol=0)
         expected = greedy(model, ids[:PROMPT_LEN], CONTEXT - PROMPT_LEN)
@@ -150,7 +155,9 @@ def test_every_part_of_the_model_is_exact_in_transformers(tmp_path, byte_tokeniz
                                    atol=1e-4, rtol=0)
         assert str(found[f"{number} class"]).startswith("Scaled")
         assert found[f"{number} end"].tolist() == [tokenizer.bos_id, tokenizer.special("<|file_sep|>")]
-    assert len({found[f"{number} logits"].tobytes() for number in range(len(models))}) == len(models)
+    assert len({found[f"{number} logits"].tobytes() for number in range(len(exported))}) == len(exported)
+    of_texts = [token for ids in map(shipped.encode, texts) for token in (len(ids), *ids)]
+    assert found[f"{len(exported) - 1} ids"].tolist() == of_texts
 
 
 def scaled(**options):
@@ -222,27 +229,9 @@ def test_a_static_cache_compiles_few_programs(shifted):
     assert len(programs) <= 4  # for a window that is not full, that becomes full, and that is
 
 
-@pytest.mark.slow
-def test_a_model_with_the_shipped_tokenizer_and_its_ids_are_exact(tmp_path):
-    tokenizer = load_tokenizer(SHIPPED_DIR)
-    model = make_model(tokenizer, n_layer=4, n_embd=128, max_seq_len=256)
-    ids, folder = text_ids(tokenizer, 256), tmp_path / "exported"
-    script.main([f"--checkpoint={save_model(tmp_path / 'run', model, tokenizer)}", f"--out={folder}",
-                 f"--tokenizer_dir={SHIPPED_DIR}"])
-    texts = [*HEADERS[20:60], *stress_strings(500, seed=1)]
-    found = read(tmp_path, [{"folder": str(folder), "ids": ids, "prompt_len": 226, "texts": texts}])
-    torch.testing.assert_close(torch.tensor(found["0 logits"]), model(torch.tensor([ids]))[0], atol=1e-4, rtol=0)
-    assert found["0 tokens"].tolist() == greedy(model, ids[:226], 30)
-    assert found["0 ids"].tolist() == [number for text_ids in map(tokenizer.encode, texts)
-                                       for number in (len(text_ids), *text_ids)]
-    assert load_tokenizer(folder).encode(texts[0]) == tokenizer.encode(texts[0])
-
-
-@pytest.mark.parametrize("pattern", [None, LLAMA_CPP_PATTERN])
-def test_ids_of_the_shipped_tokenizer_are_those_of_the_library(pattern):
-    ours = load_tokenizer(SHIPPED_DIR)
-    if pattern:
-        ours = Tokenizer(ours.tokens(), pattern, ours.special_tokens)
+def test_ids_of_a_tokenizer_for_llama_cpp_are_those_of_the_library():
+    shipped = load_tokenizer(SHIPPED_DIR)
+    ours = Tokenizer(shipped.tokens(), LLAMA_CPP_PATTERN, shipped.special_tokens)
     theirs = tokenizers.Tokenizer.from_str(tokenizer_json(ours))
     theirs.encode_special_tokens = True  # the name of a special token is text like any other
     for text in (*HEADERS[:20], *stress_strings(500)):
@@ -336,6 +325,14 @@ def test_the_card_has_the_licences_of_the_data_of_the_training(tmp_path):
     assert "Unknown: the manifest" in card_of(meta)
     manifest.write_text("[]")
     assert "Unknown: the manifest" in card_of(meta)
+
+
+def test_the_files_express_every_weight_and_every_field_of_a_gpt():
+    """A new field needs a place in config.json and in modeling_nanochat_scaled.py, or check_exportable refuses it."""
+    assert export.LAYER_NAMES.keys() | export.OTHER_NAMES.keys() == {weight.name for weight in WEIGHTS}
+    assert {field.name for field in fields(GPTConfig)} == {
+        "vocab_size", "max_seq_len", "n_layer", "n_embd", "n_head", "n_kv_head", "window_pattern", "short_window",
+        "rotary_base", "key_shift", "softcap", "layer_gates", "value_embeddings"}
 
 
 def test_windows_of_one_position_are_refused(byte_tokenizer_dir):

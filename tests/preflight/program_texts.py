@@ -19,10 +19,14 @@ RUNS = [(accelerator, products) for accelerator in ("v5litepod-8", "v6e-4") for 
 
 def trace(accelerator, products, path):
     """Writes the text of a run's programs to `path`. A process of its own traces them."""
-    environment = {name: value for name, value in os.environ.items()
-                   if name not in ("PJRT_DEVICE", "CPU_NUM_DEVICES", "LIBTPU_INIT_ARGS", "XLA_FLAGS")}
     subprocess.run([sys.executable, "-m", "tests.preflight.program_texts", accelerator, products, path], check=True,
-                   env=environment, timeout=600)
+                   env=plain_environment(), timeout=600)
+
+
+def plain_environment():
+    """Returns the environment without the variables that change a run's programs."""
+    return {name: value for name, value in os.environ.items()
+            if name not in ("PJRT_DEVICE", "CPU_NUM_DEVICES", "LIBTPU_INIT_ARGS", "XLA_FLAGS")}
 
 
 def read_kept(accelerator, products):

@@ -8,7 +8,7 @@ from nanochat.device import tpu
 from nanochat.preflight import hlo, timeline
 from nanochat.preflight.jax_programs import schedule_of
 from nanochat.preflight.ops import Op
-from nanochat.preflight.schedule import LIBTPU_OPTIONS, read_folder, read_schedule
+from nanochat.preflight.schedule import read_folder, read_schedule
 from scripts.bench import kernels as bench_kernels
 
 needs_compiler = pytest.mark.skipif(not (importlib.util.find_spec("libtpu") and importlib.util.find_spec("jax")),
@@ -21,29 +21,17 @@ lowered = jax.jit(lambda a, b: jax.numpy.dot(a, b, preferred_element_type="bfloa
 """
 
 
-def schedule_of_product(size, accelerator, folder, libtpu_options=LIBTPU_OPTIONS):
-    """Returns the Schedule of a product of two square matrices."""
-    return schedule_of("product", PRODUCT, (size,), tpu.parse_accelerator(accelerator), folder, 600, libtpu_options)[0]
-
-
 @needs_compiler
 @pytest.mark.parametrize("accelerator", ["v5litepod-1", "v6e-1"])
 def test_a_product_takes_as_long_as_its_operations_at_the_peak_rate(accelerator, tmp_path):
-    folder = tmp_path / "a name with spaces"
-    schedule = schedule_of_product(2048, accelerator, folder)
-    bound = 2 * 2048**3 / tpu.parse_accelerator(accelerator).tpu.flops_per_cycle
+    size, tpu_slice = 2048, tpu.parse_accelerator(accelerator)
+    schedule, _ = schedule_of("product", PRODUCT, (size,), tpu_slice, tmp_path / "a name with spaces", 600)
+    bound = 2 * size**3 / tpu_slice.tpu.flops_per_cycle
     assert schedule.uncounted_loops == 0
     assert schedule.matrix_cycles == pytest.approx(bound, rel=0.02)
     assert bound < schedule.cycles < 1.1 * bound
     assert schedule.use("matrix") > 0.9 and schedule.critical.own_cycles > 0.9 * schedule.cycles
     assert not list(tmp_path.rglob("*-post-delay-converter.txt"))
-
-
-@needs_compiler
-def test_a_dump_that_is_missing_is_one_line(tmp_path):
-    with pytest.raises(Failure, match="libtpu wrote no schedules.*another version of libtpu") as error:
-        schedule_of_product(256, "v5litepod-1", tmp_path, {"xla_jf_dump_llo_text": "false"})
-    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("code, timeout_s, words", [
@@ -152,25 +140,29 @@ def test_of_several_branches_with_products_only_a_part_may_run():
     assert one_branch.branch_cycles == 0 and one_branch.cycles_with(1, 0) == one_branch.bound_cycles
 
 
-def test_a_file_that_was_cut_off_names_its_operation(tmp_path):
+def test_files_that_are_missing_are_a_failure_and_one_that_was_cut_off_names_its_operation(tmp_path):
+    with pytest.raises(Failure, match="libtpu wrote no schedules.*another version of libtpu"):
+        read_folder(tmp_path)
     (tmp_path / "1-fusion.7-00-post-delay-converter.txt").write_text("\n".join(PROGRAM))
     (tmp_path / "1-fusion.7-01-pre-delay_hlo-static-per-bundle-utilization.txt").write_text("\n".join(USE[:-3]))
     with pytest.raises(Failure, match="fusion.7"):
         read_folder(tmp_path)
 
 
-def op(opcode, milliseconds=0.0, hbm_bytes=0.0, **fields):
+SLICE = tpu.parse_accelerator("v5litepod-8")
+
+
+def op(opcode, milliseconds=0.0, hbm_bytes=0.0, attributes="", **fields):
     array = hlo.Array("u8", (int(hbm_bytes),), True)
-    return Op(hlo.Instruction(opcode, opcode, [array], [], "", False), 1, milliseconds, hbm_bytes, **fields)
+    return Op(hlo.Instruction(opcode, opcode, [array], [], attributes, False), 1, milliseconds, hbm_bytes, **fields)
+
+
+def run(*ops):
+    return timeline.run(ops, lambda op: op.cycles / 1000, SLICE)
 
 
 def test_what_runs_between_the_start_and_the_end_of_a_transfer_hides_it():
-    slice_ = tpu.parse_accelerator("v5litepod-8")
-    ms_of_hbm = slice_.tpu.hbm_bytes_per_s / 1000
-
-    def run(*ops):
-        return timeline.run(ops, lambda op: op.cycles / 1000, slice_)
-
+    ms_of_hbm = SLICE.tpu.hbm_bytes_per_s / 1000
     copy, end = op("copy-start", hbm_bytes=4 * ms_of_hbm, begins="a"), op("copy-done", ends="a")
     hidden = run(copy, op("fusion", 3.0), op("fusion", 2.0), end)
     assert (hidden.seconds, hidden.copies_waited_s) == pytest.approx((0.005, 0.0))
@@ -182,29 +174,27 @@ def test_what_runs_between_the_start_and_the_end_of_a_transfer_hides_it():
 
 
 def test_a_collective_waits_unless_it_is_begun_and_ended():
-    slice_ = tpu.parse_accelerator("v5litepod-8")
     size = 1e8
-    alone_s = timeline.collective_s(op("all-gather", hbm_bytes=size), slice_)
+    alone_s = timeline.collective_s(op("all-gather", hbm_bytes=size), SLICE)
 
-    def run(*ops):
-        line = timeline.run(ops, lambda op: op.cycles / 1000, slice_)
+    def seconds(*ops):
+        line = run(*ops)
         return line.seconds, line.ici_s, line.ici_waited_s
 
     work = op("fusion", 1000 * alone_s)
-    assert run(op("all-gather", hbm_bytes=size), work) == pytest.approx((2 * alone_s, alone_s, alone_s))
+    assert seconds(op("all-gather", hbm_bytes=size), work) == pytest.approx((2 * alone_s, alone_s, alone_s))
     begun, ended = op("all-gather", hbm_bytes=size, begins="chain 0"), op("all-gather", ends="chain 0")
-    assert run(begun, work, ended) == pytest.approx((alone_s, alone_s, 0.0))
-    assert run(begun, ended, work) == pytest.approx((2 * alone_s, alone_s, alone_s))
+    assert seconds(begun, work, ended) == pytest.approx((alone_s, alone_s, 0.0))
+    assert seconds(begun, ended, work) == pytest.approx((2 * alone_s, alone_s, alone_s))
 
 
 def test_a_collective_within_groups_moves_less_and_an_exchange_crosses_the_middle_of_its_box():
-    slice_, size = tpu.parse_accelerator("v5litepod-8"), 8e6
+    size = 8e6
 
     def seconds(opcode, groups=""):
-        array = hlo.Array("u8", (int(size),), True)
-        return timeline.collective_s(Op(hlo.Instruction("x", opcode, [array], [], groups, False), 1), slice_)
+        return timeline.collective_s(op(opcode, hbm_bytes=size, attributes=groups), SLICE)
 
-    ring_bytes_per_s = slice_.tpu.ici_bytes_per_s / 4
+    ring_bytes_per_s = SLICE.tpu.ici_bytes_per_s / 4
     assert seconds("all-gather") == pytest.approx(7 / 8 * size / ring_bytes_per_s)
     assert seconds("all-gather", "replica_groups={{0,1},{2,3},{4,5},{6,7}}") == pytest.approx(
         1 / 2 * size / ring_bytes_per_s)
