@@ -117,7 +117,7 @@ def describe_run(run, plan, zone):
     lines = [""]
     if len(run["stages"]) > 1:
         for name, stage in run["stages"].items():
-            lines.append(f"estimate: {1000 * stage['step_s']:.0f} ms a step in steps {stage['first']:,} to "
+            lines.append(f"estimate: {1000 * stage['step_s']:.0f} ms a step in steps {stage['first'] + 1:,} to "
                          f"{stage['last']:,} ({name}), MFU {stage['mfu']:.1%}, {stage['hours']:.1f} h")
     costs = [f", {run[key]:.0f} USD {kind}" for key, kind in (("usd_spot", "on spot"), ("usd_on_demand", "on demand"))
              if run.get(key) is not None]
