@@ -1,5 +1,5 @@
 """The programs of a training run at depth 16 as text, without names and source lines, to compare them with those in
-kept/, which commit b2430fc made. Who changes a program on purpose stores the new ones, and says so in the commit:
+kept/. Who changes a program on purpose stores the new ones, and says so in the commit:
 
     python3 -m tests.preflight.program_texts            # writes tests/preflight/kept/
 """
