@@ -72,21 +72,17 @@ class StepLog:
                 readers=self._open_readers(run, resume_step), of_task=run.task.console)
 
     def _open_readers(self, run, resume_step):
-        if run.flags.run.run == "dummy":
+        if self._name == "dummy":
             return []
         readers = []
         if find_spec("tensorboard"):
             readers.append(Reader("TensorBoard", write_for_tensorboard, directory=run.directory / "tensorboard",
                                   resume_step=resume_step))
         if os.environ.get("WANDB_MODE") != "disabled":
-            readers.append(self._open_wandb(run))
+            project = os.environ.get("WANDB_PROJECT") or "nanochat"
+            readers.append(Reader("WandB", send_to_wandb, project=project, name=self._name, id=self.wandb_id,
+                                  dir=str(run.directory), config=run.flags.as_dict()))
         return readers
-
-    def _open_wandb(self, run):
-        flags = run.flags.run
-        project = os.environ.get("WANDB_PROJECT") or "nanochat"
-        return Reader("WandB", send_to_wandb, project=project, name=flags.run, id=self.wandb_id,
-                      dir=str(run.directory), config=run.flags.as_dict())
 
     def begin_step(self):
         """Says that a step begins. The first one after a console line begins the time of the next line."""

@@ -162,7 +162,8 @@ class Trainer:
         is_stopped = self.liveness.is_stopping
         self.liveness.finish(self.step)
         if self.nonfinite.are_too_many:
-            self.report_nonfinite()
+            print0(f"error: {self.nonfinite.in_a_row} steps in a row had a non-finite loss or gradient: the run ends "
+                   f"at step {self.step}; go on from an earlier checkpoint, or with lower learning rates")
         elif is_stopped:
             self.save()  # once per step, see Saves
         self.batches.close()
@@ -181,11 +182,6 @@ class Trainer:
         if is_stopped:
             return self.finish_stopped()
         return self.finish_whole(is_mirrored)
-
-    def report_nonfinite(self):
-        """Reports too many non-finite steps."""
-        print0(f"error: {self.nonfinite.in_a_row} steps in a row had a non-finite loss or gradient: the run "
-               f"ends at step {self.step}; go on from an earlier checkpoint, or with lower learning rates")
 
     def finish_stopped(self):
         """Says what the same command does now. Returns the exit status."""

@@ -33,7 +33,7 @@ def test_a_notice_of_the_metadata_server_asks_for_a_stop(tmp_path, metadata, cap
     stop_on_preemption_notice(requests, poll_s=0.01)
     wait_until(lambda: requests.times_asked)
     assert not answers and f"about to end (instance/{key} is T" in capsys.readouterr().out
-    agreement = RankAgreement(requests, 0, 1)
+    agreement = RankAgreement(requests, 0)
     assert [agreement.agreed_to_stop() for _ in range(2)] == [False, True]
     assert requests.is_preempted  # so the time until another VM goes on is lost
 

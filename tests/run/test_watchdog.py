@@ -39,7 +39,7 @@ def test_a_rank_of_the_largest_slice_has_places_of_its_own(tmp_path):
     assert heartbeats.late(0).startswith(f"rank 8959 (process {os.getpid()}) has not finished a step at step 5")
     requests = Requests(tmp_path / "requests", create=True)
     for rank in (300, 8959):
-        RankAgreement(requests, rank, 8960).agreed_to_stop()
+        RankAgreement(requests, rank).agreed_to_stop()
     assert requests.hold() == 1
 
 
