@@ -104,15 +104,6 @@ def test_a_run_on_several_hosts_without_a_mirror_is_refused_before_it_waits_for_
         launch.train_on("xla", Flags(RunFlags(run="a"), RecordFlags()), None)
 
 
-def test_ctrl_c_before_training_is_run_script_s_which_says_so_and_waits_for_nothing(monkeypatch):
-    def interrupted(*args):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(launch, "train_on", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        launch.launch(Flags(RunFlags(run="a"), RecordFlags()), "cpu", None)
-
-
 @pytest.mark.parametrize("name", ["a/b", "", ".hidden", "-x", "a b", "a" * 201, "é" * 101])
 def test_a_run_needs_a_name_that_can_be_a_folder(name):
     with pytest.raises(BadInput, match=f"--run={name[:40]}.*at most 200 bytes, letters"):
