@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +28,7 @@ from nanochat.common import (
 from nanochat.corpus.workers import worker_pool
 from nanochat.record.progress import Progress
 from tests.conftest import run_python
+from tests.run.life import require_ended
 
 
 @dataclass(frozen=True)
@@ -186,13 +186,7 @@ def test_a_worker_ends_when_its_parent_is_killed(before):
     pid = int(process.stdout.readline())
     process.send_signal(signal.SIGKILL)
     process.communicate(timeout=30)  # until nobody holds the pipes
-    for _ in range(100):
-        state = Path(f"/proc/{pid}/stat")
-        if not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z":
-            return
-        time.sleep(0.1)
-    os.kill(pid, signal.SIGKILL)
-    pytest.fail("the worker outlived its parent")
+    require_ended(pid)
 
 
 def test_a_worker_whose_parent_has_ended_before_it_began_ends():
