@@ -10,16 +10,12 @@ from nanochat.checkpoint import on_disk
 from nanochat.common import BadInput
 from nanochat.device.ranks import Dist
 from nanochat.train import launch
-from nanochat.train.flags import FlagGroups, RecordFlags, RunFlags
+from nanochat.train.flags import Flags, RunFlags
 from nanochat.train.prepare import Run, prepare, run_directory
 from nanochat.train.start import saved_meta
 from tests.checkpoint.states import flip_a_byte, save
 
-
-@dataclass(frozen=True)
-class Flags(FlagGroups):
-    run: RunFlags
-    record: RecordFlags
+FLAGS = Flags(RunFlags(run="a"))
 
 
 @dataclass(frozen=True)
@@ -36,7 +32,7 @@ def prepared(steps=5):
     def make_task(flags, device_type, world_size, directory, checkpoint):
         return Task(flags, SimpleNamespace(num_iterations=steps, world_size=world_size), checkpoint)
 
-    return prepare(Flags(RunFlags(run="a"), RecordFlags()), "cpu", make_task)
+    return prepare(FLAGS, "cpu", make_task)
 
 
 def save_in(directory, step):
@@ -101,7 +97,7 @@ def test_a_run_on_several_hosts_without_a_mirror_is_refused_before_it_waits_for_
     monkeypatch.setenv("NANOCHAT_HOSTS", "a,b")
     monkeypatch.setenv("NANOCHAT_HOST_INDEX", "1")
     with pytest.raises(BadInput, match="several hosts needs --checkpoint_mirror"):
-        launch.train_on("xla", Flags(RunFlags(run="a"), RecordFlags()), None)
+        launch.train_on("xla", FLAGS, None)
 
 
 @pytest.mark.parametrize("name", ["a/b", "", ".hidden", "-x", "a b", "a" * 201, "é" * 101])

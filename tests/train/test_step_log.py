@@ -2,7 +2,6 @@
 import json
 import math
 import re
-from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import pytest
@@ -15,15 +14,10 @@ from nanochat.record.goodput import Goodput
 from nanochat.record.metrics import METRICS_FILE
 from nanochat.record.observe import Observer
 from nanochat.train import step_log
-from nanochat.train.flags import FlagGroups, RunFlags
+from nanochat.train.flags import Flags, RunFlags
 from nanochat.train.step_log import NonfiniteSteps, StepLog, mean_of_finite, summarise
 
 BATCHES = SimpleNamespace(metrics=lambda: {"tokens": 64})
-
-
-@dataclass(frozen=True)
-class Flags(FlagGroups):
-    run: RunFlags = field(default_factory=RunFlags)
 
 
 def plan():
