@@ -3,6 +3,7 @@ import math
 import os
 import secrets
 import time
+from dataclasses import dataclass
 from importlib.util import find_spec
 from statistics import fmean
 
@@ -185,16 +186,11 @@ class StepLog:
 
 # The optimizer skips a step on the device if its loss or gradient is not finite. Here such steps are counted, on every
 # rank, with equal results. Too many in a row end the run.
+@dataclass
 class NonfiniteSteps:
     """Counts a run's non-finite steps."""
-    def __init__(self, total=0, in_a_row=0):
-        """The counts of a resumed run."""
-        self.total = total
-        self.in_a_row = in_a_row
-
-    def counts(self):
-        """Returns the counts for a checkpoint, as __init__ takes them."""
-        return {"total": self.total, "in_a_row": self.in_a_row}
+    total: int = 0
+    in_a_row: int = 0
 
     def add(self, loss, gradient_norm):
         """Counts a step if it was not finite, and returns whether it was."""

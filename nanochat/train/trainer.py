@@ -6,7 +6,7 @@ backward pass and update are.
 """
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from nanochat.checkpoint.meta import Meta, restore_rng, rng_state
 from nanochat.checkpoint.on_disk import latest
@@ -79,9 +79,9 @@ class Trainer:
         run = self.run
         return Meta(
             step=self.step, interruptions=self.interruptions,
-            nonfinite_steps=self.nonfinite.counts(), seconds=self.goodput.seconds(), time=time.time(),
+            nonfinite_steps=asdict(self.nonfinite), seconds=self.goodput.seconds(), time=time.time(),
             rng=rng_state(), task=self.task.name, data_fingerprint=self.batches.fingerprint, flags=run.flags.as_dict(),
-            wandb_id=self.log.wandb_id, **self.task.identity(), mesh=self.training.optimizer.mesh.as_dict(),
+            wandb_id=self.log.wandb_id, **self.task.identity(), mesh=asdict(self.training.optimizer.mesh),
             is_pause=self.step >= run.plan.num_iterations
             or self.liveness.is_stopping and not self.liveness.is_preempted)
 
