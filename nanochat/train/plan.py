@@ -86,7 +86,7 @@ class Plan:
 
     def seq_len(self, step):
         """Positions of a row in optimizer step `step`, counted from 0."""
-        return length_at(self.length_schedule, step)
+        return next(length for first, length in reversed(self.length_schedule) if first <= step)
 
     def rows(self, step):
         """Rows in a micro-step of optimizer step `step` on one device."""
@@ -268,11 +268,6 @@ def default_batch_tokens(horizon_tokens):
 
 # Rows that become longer at certain steps. A schedule is ((step, positions per row), …): the length from that step on.
 # The first step is 0, and steps rise.
-
-
-def length_at(schedule, step):
-    """Returns the positions per row at `step`."""
-    return next(length for first, length in reversed(schedule) if first <= step)
 
 
 # Of the schedule ((0, 1024), (4000, 2048)), the spans of steps 3000 to 4999 are (3000, 4000, 1024) and
