@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +27,8 @@ from nanochat.common import (
 )
 from nanochat.corpus.workers import worker_pool
 from nanochat.record.progress import Progress
+from tests.conftest import run_python
+from tests.run.life import require_ended
 
 
 @dataclass(frozen=True)
@@ -105,10 +106,6 @@ def test_a_base_directory_below_the_home_directory(monkeypatch):
         get_base_dir()
 
 
-def run_code(code, **options):
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, **options)
-
-
 def run_main(body, **options):
     """Runs a script whose main() is `body` in a process of its own, and returns how it ended."""
     lines = "import os, sys, signal, time\nfrom nanochat.common import *\nfrom nanochat.common import run_script"
@@ -163,7 +160,7 @@ def test_ctrl_c_works_after_a_pool_that_was_interrupted():
 def test_ctrl_c_while_a_script_is_imported_is_one_line():
     lines = ("import os, scripts, signal, time\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
              "os.kill(os.getpid(), signal.SIGINT)\ntime.sleep(9)")
-    process = run_code(lines)
+    process = run_python("-c", lines)
     assert (process.returncode, process.stderr) == (-signal.SIGINT, "stopped by Ctrl-C\n")
 
 
@@ -189,13 +186,7 @@ def test_a_worker_ends_when_its_parent_is_killed(before):
     pid = int(process.stdout.readline())
     process.send_signal(signal.SIGKILL)
     process.communicate(timeout=30)  # until nobody holds the pipes
-    for _ in range(100):
-        state = Path(f"/proc/{pid}/stat")
-        if not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z":
-            return
-        time.sleep(0.1)
-    os.kill(pid, signal.SIGKILL)
-    pytest.fail("the worker outlived its parent")
+    require_ended(pid)
 
 
 def test_a_worker_whose_parent_has_ended_before_it_began_ends():
@@ -273,7 +264,7 @@ time.sleep(1.5)
 common.work.begin("")
 time.sleep(1)
 """
-    found = run_code(code).stderr
+    found = run_python("-c", code).stderr
     spoken, _, silent = found.partition("silent\n")
     assert set(spoken.splitlines()) == {"a line"}
     assert 1 <= len(re.findall(r"^still reading \(\d s\)$", silent, re.MULTILINE)) <= 5
@@ -288,13 +279,15 @@ common.SILENCE_S = 0.1
 import scripts
 time.sleep(1)
 """
-    found = run_code(code).stderr
+    found = run_python("-c", code).stderr
     assert "still starting (" in found
 
 
 @pytest.mark.parametrize("load, own, chosen", [(2.0, {}, "PASSIVE"), (0.1, {}, None),
                                                (2.0, {"OMP_NUM_THREADS": "1"}, None)])
-def test_on_a_busy_machine_threads_wait_without_spinning_and_it_is_said(load, own, chosen):
+def test_on_a_busy_machine_threads_wait_without_spinning_and_it_is_said(load, own, chosen, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     code = f"""
 import os, sys
 sys.argv = ["-m"]
@@ -303,8 +296,7 @@ os.cpu_count = lambda: 2
 import scripts
 print(os.environ.get("OMP_WAIT_POLICY"))
 """
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("OMP_")}
-    done = run_code(code, env=environment | own)
+    done = run_python("-c", code, **own)
     assert done.stdout.split() == [str(chosen)]
     assert ("OMP_NUM_THREADS=1" in done.stderr) == bool(chosen)
 

@@ -269,7 +269,6 @@ def prune(run_dir, step, keep, in_use=()):
 
 
 def delete(path):
-    """Deletes the checkpoint at `path`."""
     # Its files go one by one, and a kill may come in between. So the directory first loses its final name.
     doomed = partial_dir(path.parent, step_of(path))
     shutil.rmtree(doomed, ignore_errors=True)

@@ -30,7 +30,6 @@ WRITING_THREADS = 2  # files that a rank writes at the same time
 @dataclass(frozen=True)
 class Checkpoint:
     """A checkpoint that was read from disk."""
-    path: Path
     meta: Meta
     model_state: dict  # name -> CPU tensor, memory-mapped: copy it, never change it in place
     optimizer_state: dict
@@ -39,9 +38,7 @@ class Checkpoint:
 
 def load_checkpoint(path):
     """Returns the Checkpoint at `path`, with memory-mapped tensors."""
-    path = Path(path)
-    return Checkpoint(path, load_meta(path), load_tensors(path, MODEL), load_tensors(path, OPTIMIZER),
-                      load_lane_states(path))
+    return Checkpoint(load_meta(path), load_tensors(path, MODEL), load_tensors(path, OPTIMIZER), load_lane_states(path))
 
 
 def load_lane_states(path):

@@ -31,10 +31,6 @@ class Mesh:
     def chips(self):
         return self.data * self.fsdp * self.tensor
 
-    def as_dict(self):
-        """Returns {axis: number of chips along it}."""
-        return {axis: getattr(self, axis) for axis in AXES}
-
     @property
     def divides_weights(self):
         """Whether a chip holds only a part of the weights."""

@@ -54,7 +54,6 @@ def resolve_device_type(requested="auto", pci_devices="/sys/bus/pci/devices"):
 
 
 def has_gpu():
-    """Returns whether PyTorch sees a GPU."""
     import torch
     return torch.cuda.is_available()
 

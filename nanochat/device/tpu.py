@@ -17,10 +17,6 @@ from nanochat.common import BadInput
 GIB = 2**30
 
 
-def _gib(number):
-    return int(number * GIB)
-
-
 @dataclass(frozen=True)
 class TpuType:
     """One generation of TPU. All figures are per chip."""
@@ -47,12 +43,12 @@ class TpuType:
 # 4 of 128 × 128 in each core of v4, v5e and v5p, 4 of 256 × 256 on v6e. In a line: the names; FLOP/s; HBM, and what
 # programs get of it; bytes/s of HBM and links; FLOPs a cycle; dimensions; cores; chips of a host; the image.
 TPU_TYPES = {tpu.name: tpu for tpu in (
-    TpuType("v4", "v4", 275e12, 32 * GIB, _gib(30.75), 1200e9, 600e9, 2**18, 3, 2, 4, "tpu-ubuntu2204-base",
+    TpuType("v4", "v4", 275e12, 32 * GIB, int(30.75 * GIB), 1200e9, 600e9, 2**18, 3, 2, 4, "tpu-ubuntu2204-base",
             max_whole=1024, async_gathers=False),
-    TpuType("v5e", "v5litepod", 197e12, 16 * GIB, _gib(15.75), 819e9, 400e9, 2**17, 2, 1, 8, "v2-alpha-tpuv5-lite",
+    TpuType("v5e", "v5litepod", 197e12, 16 * GIB, int(15.75 * GIB), 819e9, 400e9, 2**17, 2, 1, 8, "v2-alpha-tpuv5-lite",
             scoped_vmem_kib=32768, async_exchange_chips=16),
-    TpuType("v5p", "v5p", 459e12, 95 * GIB, _gib(95.74), 2765e9, 1200e9, 2**18, 3, 2, 4, "v2-alpha-tpuv5"),
-    TpuType("v6e", "v6e", 918e12, 32 * GIB, _gib(31.25), 1640e9, 800e9, 2**19, 2, 1, 8, "v2-alpha-tpuv6e",
+    TpuType("v5p", "v5p", 459e12, 95 * GIB, int(95.74 * GIB), 2765e9, 1200e9, 2**18, 3, 2, 4, "v2-alpha-tpuv5"),
+    TpuType("v6e", "v6e", 918e12, 32 * GIB, int(31.25 * GIB), 1640e9, 800e9, 2**19, 2, 1, 8, "v2-alpha-tpuv6e",
             matrix_unit=256, scoped_vmem_kib=65536),
 )}
 _PCI_DEVICE_TO_TYPE = {"0x005e": "v4", "0x0062": "v5p", "0x0063": "v5e", "0x006f": "v6e"}

@@ -221,8 +221,7 @@ def _call(name, build, *tensors):
     key = (name, _shapes(tensors))
     if key not in _computations:
         _computations[key] = build(*_parameters(name, tensors)).build(name)
-    result = torch_xla._XLAC._xla_user_computation(f"nanochat::{name}", list(tensors), _computations[key])
-    return result[0] if isinstance(result, (list, tuple)) else result
+    return torch_xla._XLAC._xla_user_computation(f"nanochat::{name}", list(tensors), _computations[key])[0]
 
 
 def jax_call(function, *tensors):
@@ -235,8 +234,7 @@ def jax_call(function, *tensors):
     key = (function, _shapes(tensors))
     if key not in _computations:
         _computations[key] = _lower(function, tensors)
-    result = torch_xla._XLAC._xla_user_computation("nanochat::jax", list(tensors), _computations[key])
-    return list(result) if isinstance(result, (list, tuple)) else [result]
+    return torch_xla._XLAC._xla_user_computation("nanochat::jax", list(tensors), _computations[key])
 
 
 def row_major_matmul(x, weight):

@@ -17,15 +17,14 @@ class Goodput:
     time since the run began, without the pauses after it was told to stop or had finished.
     """
 
-    def __init__(self, seconds=None, saved_at=None, compile_seconds=compile_seconds):
-        """seconds: the result of seconds() in a checkpoint; saved_at: the Unix time since which time was lost, or None;
-        compile_seconds() -> how many seconds this process has spent compiling so far."""
+    def __init__(self, seconds=None, saved_at=None):
+        """seconds: the result of seconds() in a checkpoint; saved_at: the Unix time since which time was lost, or
+        None."""
         self._seconds = dict(seconds or {})
         if saved_at:
             self._seconds["lost"] = self._seconds.get("lost", 0.0) + max(time.time() - saved_at, 0.0)
         self._name = "other"
         self._since = time.monotonic()
-        self._compile_seconds = compile_seconds
         self._compiled = compile_seconds()
 
     @contextmanager
@@ -50,7 +49,7 @@ class Goodput:
 
     def _switch(self, name):
         now = time.monotonic()
-        compiled = self._compile_seconds()
+        compiled = compile_seconds()
         # XLA counts the compiling seconds of the whole process. Those since the last switch are taken from the open
         # span, at most its length, because other ranks may be threads that compile at the same time.
         compiling = min(compiled - self._compiled, now - self._since)

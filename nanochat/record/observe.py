@@ -68,10 +68,10 @@ class Observer:
                 "kills a process if none is left: end other programs, or give a smaller --device_batch_size")
 
 
-def host_memory(path="/proc/meminfo"):
+def host_memory():
     """Returns the bytes of the host's memory that all its processes use, and its size, as {metric: bytes}."""
     found = {}
-    for line in Path(path).read_text().splitlines():
+    for line in Path("/proc/meminfo").read_text().splitlines():
         name, value, *_ = line.split()
         found[name] = 1024 * int(value)
     return {"host_memory_bytes": found["MemTotal:"] - found["MemAvailable:"],

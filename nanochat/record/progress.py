@@ -25,7 +25,10 @@ class Progress:
         return self
 
     def __exit__(self, *error):
-        self.close()
+        if self._bar:
+            self._bar.close()
+        else:
+            self._print()
 
     def update(self, amount):
         self._done += amount
@@ -33,12 +36,6 @@ class Progress:
             self._bar.update(amount)
             work.said()
         elif self._done < self._total and time.monotonic() - self._printed > 10:
-            self._print()
-
-    def close(self):
-        if self._bar:
-            self._bar.close()
-        else:
             self._print()
 
     def _print(self):

@@ -92,14 +92,13 @@ class Requests:
 class RankAgreement:
     """One rank's part in agreeing on when all ranks stop."""
 
-    def __init__(self, requests, rank, world_size, spans_hosts=False, timeout_s=AGREE_TIMEOUT_S):
+    def __init__(self, requests, rank, spans_hosts=False, timeout_s=AGREE_TIMEOUT_S):
         """requests: the Requests of this host. spans_hosts: the ranks are on several hosts, whose parents decide.
         timeout_s: how long to wait for a decision."""
         self.is_stopping = False  # from the agreed tick on
         self._requests = requests
         self._shared = requests.shared
         self._rank = rank
-        self._world_size = world_size
         self._spans_hosts = spans_hosts
         self._timeout_s = timeout_s
         self._tick = 0
@@ -110,8 +109,10 @@ class RankAgreement:
         rank calls it at the same points of its program. Raises TimeoutError if nobody decides when a request is due."""
         self._tick += 1
         self._shared[_TICK + self._rank] = self._tick
-        if self._rank == 0 and not self._spans_hosts:
-            self._decide()
+        requests = self._requests
+        decides = self._rank == 0 and not self._spans_hosts
+        if decides and requests.times_asked and not self._shared[_IS_PUBLISHED]:
+            requests.decide(requests.hold() + 1)
         if self._shared[_IS_PUBLISHED] and not self._due_tick:
             self._wait_until_decided()
         if self._tick == self._due_tick:
@@ -122,12 +123,6 @@ class RankAgreement:
         """Marks this rank's last tick: later requests have no effect."""
         # As if this rank had reached a tick that no other reaches: later requests are never due.
         self._shared[_TICK + self._rank] = _NEVER
-
-    def _decide(self):
-        """Publishes the request and its tick, on rank 0 of one host, if a stop was asked for."""
-        requests = self._requests
-        if requests.times_asked and not self._shared[_IS_PUBLISHED]:
-            requests.decide(requests.hold() + 1)
 
     def _wait_until_decided(self):
         deadline = time.monotonic() + self._timeout_s

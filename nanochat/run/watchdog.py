@@ -112,7 +112,9 @@ class Watchdog:
             # active_children forgets a process that has ended, so each is kept once it is seen.
             for child in multiprocessing.active_children():
                 self._children[child.pid] = child
-            ended = {pid: child.exitcode for pid, child in self._children.items() if child.exitcode}
+            # SIGTERM is never the cause: the executor ends the other processes with it.
+            codes = {pid: child.exitcode for pid, child in self._children.items()}
+            ended = {pid: code for pid, code in codes.items() if code not in (None, 0, -signal.SIGTERM)}
             if self._children and self._heartbeats.have_begun():
                 work.begin("")  # rank 0 says what it does
             failure = self._pod.failure if self._pod else None
@@ -133,10 +135,10 @@ class Watchdog:
             return self._end()
 
     def _report_killed(self, ended):
-        """Reports the processes that a signal has ended. ended: {pid: exit code}. A rank that fails reports it itself.
-        SIGTERM is never the cause: the executor ends the other processes with it."""
+        """Reports the processes that a signal has ended. ended: {pid: exit code}. A rank that fails reports it
+        itself."""
         for pid, code in ended.items():
-            if code < 0 and code != -signal.SIGTERM:
+            if code < 0:
                 ranks = ", ".join(map(str, self._heartbeats.ranks_of(pid))) or "?"
                 cause = " (did the machine run out of memory?)" if code == -signal.SIGKILL else ""
                 self._report(f"rank {ranks} (process {pid}) was ended by {signal.Signals(-code).name}{cause}: the run "

@@ -23,7 +23,7 @@ class Liveness:
         self._slow_steps = {*range(first_step, first_step + COMPILING_STEPS), *run.plan.switches}
         self._heartbeats = Heartbeats(run.heartbeats_file)
         self._requests = Requests(run.requests_file)
-        self._agreement = RankAgreement(self._requests, dist.rank, dist.world_size, spans_hosts=dist.hosts > 1)
+        self._agreement = RankAgreement(self._requests, dist.rank, spans_hosts=dist.hosts > 1)
         self._step_seconds = []  # the mean of each of the last console lines
 
     @property

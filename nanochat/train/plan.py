@@ -86,7 +86,7 @@ class Plan:
 
     def seq_len(self, step):
         """Positions of a row in optimizer step `step`, counted from 0."""
-        return length_at(self.length_schedule, step)
+        return next(length for first, length in reversed(self.length_schedule) if first <= step)
 
     def rows(self, step):
         """Rows in a micro-step of optimizer step `step` on one device."""
@@ -124,7 +124,7 @@ def make_plan(flags, vocab_size, device_type, world_size, meta=None):
     config.require_flags(flags)
     parameters = count_parameters(config)
     _require_memory(sum(parameters.values()), config, batch, device_type)
-    mesh = plan_mesh(devices, config, device_type, world_size)
+    mesh = plan_mesh(devices, config, world_size)
     kernel = plan_kernel(devices, config, device_type, mesh)
     lengths = _plan_lengths(flags, config, kernel, device_type)
     total_batch_size = plan_batch(batch, config.max_seq_len, mesh, parameters, flags.data.num_lanes, meta)
@@ -164,15 +164,12 @@ def _require_memory(number, config, batch, device_type):
                        f"{available_gib:,.0f}: use smaller ones")
 
 
-def plan_mesh(devices, config, device_type, world_size):
+def plan_mesh(devices, config, world_size):
     """Returns the Mesh for KernelFlags and a model's config. Raises BadInput for one that does not suit the model, the
     devices or the other flags."""
     mesh = make_mesh(devices.mesh_fsdp, devices.mesh_tensor, world_size)
     if not mesh.divides_weights:
         return mesh
-    if device_type not in ("tpu", "xla"):
-        raise BadInput(f"a mesh of {mesh}, but this runs on --device_type={device_type}: only XLA devices can "
-                       "divide the weights, use 1 along fsdp and tensor")
     if devices.shard_optimizer == "off":
         raise BadInput(f"a mesh of {mesh} divides the weights, and --shard_optimizer=off does not: leave it out, or "
                        "use 1 along fsdp and tensor")
@@ -271,11 +268,6 @@ def default_batch_tokens(horizon_tokens):
 
 # Rows that become longer at certain steps. A schedule is ((step, positions per row), …): the length from that step on.
 # The first step is 0, and steps rise.
-
-
-def length_at(schedule, step):
-    """Returns the positions per row at `step`."""
-    return next(length for first, length in reversed(schedule) if first <= step)
 
 
 # Of the schedule ((0, 1024), (4000, 2048)), the spans of steps 3000 to 4999 are (3000, 4000, 1024) and

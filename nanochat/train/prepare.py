@@ -60,7 +60,6 @@ class Run:
             file.write_text(self.flags.as_toml(), encoding="utf-8")
 
     def mark_finished(self):
-        """Marks the run as finished, in its folder."""
         (self.directory / FINISHED_FILE).touch()
 
     def check_ranks(self, dist):

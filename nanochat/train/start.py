@@ -102,7 +102,11 @@ def find_beginning(flags, saved, tokenizer, directory):
     if is_given(flags.model.max_seq_len):
         config = config.with_rows(flags.model.max_seq_len)
     point = StartingPoint(path, meta, f"{meta.flags.get('run', path.absolute().parent.name)}/step_{meta.step:06d}")
-    _require_point(what, point, flags, config, tokenizer)
+    require_same(path, {"the hash of the tokenizer": (meta.tokenizer_sha256, tokenizer.sha256)})
+    require_as_saved(vars(flags.model), config, path, otherwise="")
+    problem = on_disk.find_problem(path, weights_only=not point.has_optimizer)
+    if problem:
+        raise BadInput(f"{what} is damaged ({problem}): use another checkpoint")
     started = StartFlags(point.name, point.has_optimizer, saved_start(meta).earlier_steps, rate_horizon=0)
     return flags.settled(config).replace(**vars(started)), point
 
@@ -145,12 +149,3 @@ def other_model(what, path, directory):
     if path.resolve().parent == directory.resolve():
         raise BadInput(f"{what} is a checkpoint of this run: give another run, or choose another --run")
     return meta, config
-
-
-def _require_point(what, point, flags, config, tokenizer):
-    """Raises BadInput if a run with the Flags cannot begin with a StartingPoint, whose model has this config."""
-    require_same(point.path, {"the hash of the tokenizer": (point.meta.tokenizer_sha256, tokenizer.sha256)})
-    require_as_saved(vars(flags.model), config, point.path, otherwise="")
-    problem = on_disk.find_problem(point.path, weights_only=not point.has_optimizer)
-    if problem:
-        raise BadInput(f"{what} is damaged ({problem}): use another checkpoint")

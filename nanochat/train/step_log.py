@@ -3,6 +3,7 @@ import math
 import os
 import secrets
 import time
+from dataclasses import dataclass
 from importlib.util import find_spec
 from statistics import fmean
 
@@ -72,21 +73,17 @@ class StepLog:
                 readers=self._open_readers(run, resume_step), of_task=run.task.console)
 
     def _open_readers(self, run, resume_step):
-        if run.flags.run.run == "dummy":
+        if self._name == "dummy":
             return []
         readers = []
         if find_spec("tensorboard"):
             readers.append(Reader("TensorBoard", write_for_tensorboard, directory=run.directory / "tensorboard",
                                   resume_step=resume_step))
         if os.environ.get("WANDB_MODE") != "disabled":
-            readers.append(self._open_wandb(run))
+            project = os.environ.get("WANDB_PROJECT") or "nanochat"
+            readers.append(Reader("WandB", send_to_wandb, project=project, name=self._name, id=self.wandb_id,
+                                  dir=str(run.directory), config=run.flags.as_dict()))
         return readers
-
-    def _open_wandb(self, run):
-        flags = run.flags.run
-        project = os.environ.get("WANDB_PROJECT") or "nanochat"
-        return Reader("WandB", send_to_wandb, project=project, name=flags.run, id=self.wandb_id,
-                      dir=str(run.directory), config=run.flags.as_dict())
 
     def begin_step(self):
         """Says that a step begins. The first one after a console line begins the time of the next line."""
@@ -189,16 +186,11 @@ class StepLog:
 
 # The optimizer skips a step on the device if its loss or gradient is not finite. Here such steps are counted, on every
 # rank, with equal results. Too many in a row end the run.
+@dataclass
 class NonfiniteSteps:
     """Counts a run's non-finite steps."""
-    def __init__(self, total=0, in_a_row=0):
-        """The counts of a resumed run."""
-        self.total = total
-        self.in_a_row = in_a_row
-
-    def counts(self):
-        """Returns the counts for a checkpoint, as __init__ takes them."""
-        return {"total": self.total, "in_a_row": self.in_a_row}
+    total: int = 0
+    in_a_row: int = 0
 
     def add(self, loss, gradient_norm):
         """Counts a step if it was not finite, and returns whether it was."""

@@ -15,7 +15,8 @@ def check_data(flags):
         return None, ()
     held_out = []
     if flags.record.eval_every > 0 or data.val_dir:
-        held_out = validation_shards(data)
+        for of_set in data.validation_sets().values():
+            held_out += open_text(of_set, "val")
     lines = []
     if data.mixture:
         mixture = open_mixture(data)
@@ -27,14 +28,6 @@ def check_data(flags):
     if bucket := check_cache([*shards, *held_out], data.num_lanes):
         lines.append(f"       data  {bucket}")
     return found, tuple(lines)
-
-
-def validation_shards(data):
-    """Returns the Shards of all validation sets of DataFlags. Raises BadInput."""
-    shards = []
-    for of_set in data.validation_sets().values():
-        shards += open_text(of_set, "val")
-    return shards
 
 
 def stage_rows(mixture, plan, step, lane_states):

@@ -6,7 +6,7 @@ backward pass and update are.
 """
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from nanochat.checkpoint.meta import Meta, restore_rng, rng_state
 from nanochat.checkpoint.on_disk import latest
@@ -79,9 +79,9 @@ class Trainer:
         run = self.run
         return Meta(
             step=self.step, interruptions=self.interruptions,
-            nonfinite_steps=self.nonfinite.counts(), seconds=self.goodput.seconds(), time=time.time(),
+            nonfinite_steps=asdict(self.nonfinite), seconds=self.goodput.seconds(), time=time.time(),
             rng=rng_state(), task=self.task.name, data_fingerprint=self.batches.fingerprint, flags=run.flags.as_dict(),
-            wandb_id=self.log.wandb_id, **self.task.identity(), mesh=self.training.optimizer.mesh.as_dict(),
+            wandb_id=self.log.wandb_id, **self.task.identity(), mesh=asdict(self.training.optimizer.mesh),
             is_pause=self.step >= run.plan.num_iterations
             or self.liveness.is_stopping and not self.liveness.is_preempted)
 
@@ -162,7 +162,8 @@ class Trainer:
         is_stopped = self.liveness.is_stopping
         self.liveness.finish(self.step)
         if self.nonfinite.are_too_many:
-            self.report_nonfinite()
+            print0(f"error: {self.nonfinite.in_a_row} steps in a row had a non-finite loss or gradient: the run ends "
+                   f"at step {self.step}; go on from an earlier checkpoint, or with lower learning rates")
         elif is_stopped:
             self.save()  # once per step, see Saves
         self.batches.close()
@@ -181,11 +182,6 @@ class Trainer:
         if is_stopped:
             return self.finish_stopped()
         return self.finish_whole(is_mirrored)
-
-    def report_nonfinite(self):
-        """Reports too many non-finite steps."""
-        print0(f"error: {self.nonfinite.in_a_row} steps in a row had a non-finite loss or gradient: the run "
-               f"ends at step {self.step}; go on from an earlier checkpoint, or with lower learning rates")
 
     def finish_stopped(self):
         """Says what the same command does now. Returns the exit status."""

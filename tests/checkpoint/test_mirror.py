@@ -20,6 +20,7 @@ from nanochat.data.remote import Interruption
 from tests.buckets import OUTAGE
 from tests.checkpoint.states import names, save
 from tests.deploy.conftest import eventually
+from tests.run.life import require_ended
 
 
 @pytest.fixture
@@ -196,18 +197,12 @@ def hanging_gcloud(tmp_path, monkeypatch):
     return tmp_path / "helper"
 
 
-def require_ended(process_id):
-    stat = Path(f"/proc/{process_id.strip()}/stat")
-    # a zombie where nothing collects orphans
-    eventually(lambda: not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z")
-
-
 def test_a_gcloud_that_hangs_is_ended_with_its_helpers(run_dir, hanging_gcloud, monkeypatch):
     monkeypatch.setattr(gcs, "LOGIN_TIMEOUT_S", 1)
     monkeypatch.setattr(storage, "BLIP_S", 0)
     with pytest.raises(Interruption, match="gcloud .* has not ended after 1 s"):
         run_mirror("gs://b/x", "run", 1).try_to_write(run_dir)
-    require_ended(hanging_gcloud.read_text())
+    require_ended(int(hanging_gcloud.read_text()))
 
 
 @pytest.mark.parametrize("how, status", [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)])
@@ -219,7 +214,7 @@ def test_a_signal_to_a_script_ends_the_gcloud_that_hangs_with_its_helpers(run_di
     eventually(hanging_gcloud.exists)
     script.send_signal(how)
     assert script.wait(60) == status
-    require_ended(hanging_gcloud.read_text())
+    require_ended(int(hanging_gcloud.read_text()))
 
 
 def test_a_file_system_that_does_not_answer_is_an_outage_and_a_slow_copy_ends_within_the_file(tmp_path, folder):

@@ -3,6 +3,9 @@ import os
 import subprocess
 import threading
 import time
+from pathlib import Path
+
+from tests.deploy.conftest import eventually
 
 
 def child_processes(run):
@@ -14,12 +17,10 @@ def rank_process(run):
     return next(pid for pid in child_processes(run) if b"spawn_main" in open(f"/proc/{pid}/cmdline", "rb").read())
 
 
-def wait_until(condition, what="it"):
-    """Returns once condition() holds, which it must within a minute."""
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, f"waited in vain for {what}"
-        time.sleep(0.01)
+def require_ended(pid):
+    """Waits for the end of a process; one that nobody waits for stays as a zombie."""
+    stat = Path(f"/proc/{pid}/stat")
+    eventually(lambda: not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z")
 
 
 class Life:

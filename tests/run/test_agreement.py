@@ -50,7 +50,7 @@ def run_ranks(num_hosts, folder, program, ranks):
     def run(rank):
         index = rank // ranks
         own = Requests(folder / f"requests_{index}")
-        agreement = RankAgreement(own, rank, ranks * num_hosts, spans_hosts=num_hosts > 1)
+        agreement = RankAgreement(own, rank, spans_hosts=num_hosts > 1)
         return program(rank, agreement, parents[index])
 
     with joined_pods(num_hosts) if num_hosts > 1 else nullcontext([]) as pods:
@@ -128,7 +128,7 @@ def test_a_rank_waits_no_longer_than_its_limit_for_a_decision(tmp_path):
     requests = Requests(tmp_path / "requests", create=True)
     requests.hold()  # and then rank 0 dies
     with pytest.raises(TimeoutError, match="rank 1 waited 0.1 s for the decision"):
-        RankAgreement(requests, 1, 3, timeout_s=0.1).agreed_to_stop()
+        RankAgreement(requests, 1, timeout_s=0.1).agreed_to_stop()
 
 
 # Checkpoints

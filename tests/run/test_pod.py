@@ -11,7 +11,7 @@ from nanochat.run.pod import END, Pod, PodError, membership
 from nanochat.run.stopping import EXIT_STATUS
 from nanochat.run.wire import Link
 from tests.conftest import run_python
-from tests.run.life import wait_until
+from tests.deploy.conftest import eventually
 from tests.run.pods import joined_pods, make_pods, on_all
 
 
@@ -48,11 +48,11 @@ def test_all_hosts_end_with_the_status_of_the_first_also_those_that_hear_it_late
 def test_a_host_that_fails_ends_all_with_its_name_its_reason_and_its_status():
     with joined_pods(3) as pods:
         assert pods[1].end(1, "rank 5 (process 7) was ended by SIGKILL") == 1
-        wait_until(lambda: all(pod.failure for pod in pods))
+        eventually(lambda: all(pod.failure for pod in pods))
         assert {str(pod.failure) for pod in pods} == {"host w1: rank 5 (process 7) was ended by SIGKILL"}
         assert pods[0].end(0) == 1
         pods[2]._tell(0, {"kind": "value", "name": END, "value": 0})
-        wait_until(lambda: END in pods[2]._values)  # all hosts have said it, but the run has failed
+        eventually(lambda: END in pods[2]._values)  # all hosts have said it, but the run has failed
         assert pods[2].end(0) == 1
         with pytest.raises(PodError, match="host w1: rank 5"):
             pods[2].gather("something", 1)
@@ -63,7 +63,7 @@ def test_a_host_whose_process_ends_is_named_on_all_others(lost):
     with joined_pods(3) as pods:
         die(pods[lost])
         others = [pod for pod in pods if pod is not pods[lost]]
-        wait_until(lambda: all(pod.failure for pod in others))
+        eventually(lambda: all(pod.failure for pod in others))
         assert all(f"host w{lost} has ended without a word" in str(pod.failure) and pod.failure.status == 1
                    for pod in others)
 
@@ -73,7 +73,7 @@ def test_a_host_that_falls_silent_is_named(monkeypatch):
         time.sleep(2.5)
         assert not any(pod.failure for pod in pods)
         monkeypatch.setattr(pods[2], "_tell", lambda index, message: None)
-        wait_until(lambda: all(pod.failure for pod in pods))
+        eventually(lambda: all(pod.failure for pod in pods))
         assert "host w2 has been silent for 2 s" in str(pods[1].failure)
 
 
@@ -90,12 +90,11 @@ def test_a_host_that_does_not_come_is_waited_for_and_named():
 
 def test_a_host_that_dies_before_all_have_joined_is_named_at_once():
     pods = make_pods(3)
-    threads = [threading.Thread(target=lambda pod=pod: on_all([pod], Pod.join, {}), daemon=True) for pod in pods[:2]]
-    for thread in threads:
-        thread.start()
-    wait_until(lambda: pods[0]._channels)
+    threading.Thread(target=on_all, args=[pods[:1], Pod.join, {}], daemon=True).start()
+    pods[1]._reach_first()
+    eventually(lambda: pods[0]._channels)
     die(pods[1])
-    wait_until(lambda: pods[0].failure)
+    eventually(lambda: pods[0].failure)
     assert "host 127.0.0.2 has ended" in str(pods[0].failure)
     on_all(pods, Pod.close)
 
@@ -145,11 +144,9 @@ def test_an_error_before_training_ends_all_hosts_with_its_text(error, status):
 def test_a_process_that_hangs_ends_soon_after_the_run(tmp_path):
     """The main thread, which hangs here, could be waiting for a file system."""
     code = """
-import sys, time
+import time
 from nanochat.run import pod
 from nanochat.run.hosts import Host
-from tests.conftest import run_python
-from tests.run.life import wait_until
 from tests.run.pods import free_port
 alone = pod.Pod(Host(0, ("127.0.0.1",), "w0", free_port()), pod.PodLimits(grace_s=0.2))
 alone.join({})

@@ -16,7 +16,8 @@ from nanochat.run.agreement import RankAgreement, Requests
 from nanochat.run.stopping import EXIT_STATUS, stop_on_preemption_notice
 from tests.buckets import OUTAGE
 from tests.conftest import last_of_each, run_python
-from tests.run.life import Life, child_processes, rank_process, wait_until
+from tests.deploy.conftest import eventually
+from tests.run.life import Life, child_processes, rank_process
 
 TIMEOUT_S = 240
 FLAGS = ("--device_type=xla", "--depth=2", "--model_dim=64", "--num_heads=2", "--max_seq_len=32",
@@ -31,9 +32,9 @@ def test_a_notice_of_the_metadata_server_asks_for_a_stop(tmp_path, metadata, cap
     metadata |= {"preempted": "FALSE", "maintenance-event": "NONE", key: answers}
     requests = Requests(tmp_path / "requests", create=True)
     stop_on_preemption_notice(requests, poll_s=0.01)
-    wait_until(lambda: requests.times_asked)
+    eventually(lambda: requests.times_asked)
     assert not answers and f"about to end (instance/{key} is T" in capsys.readouterr().out
-    agreement = RankAgreement(requests, 0, 1)
+    agreement = RankAgreement(requests, 0)
     assert [agreement.agreed_to_stop() for _ in range(2)] == [False, True]
     assert requests.is_preempted  # so the time until another VM goes on is lost
 
@@ -190,7 +191,7 @@ def test_a_run_is_trained_by_one_process_and_ctrl_c_twice_ends_it_and_its_ranks_
     run.process.send_signal(signal.SIGINT)
     assert run.end() == 130
     assert "leaked semaphore" not in run.text and "resource_tracker" not in run.text
-    wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in children), "the end of all ranks")
+    eventually(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in children))
 
 
 @pytest.mark.slow

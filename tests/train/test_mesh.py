@@ -160,8 +160,6 @@ def test_a_checkpoint_says_its_mesh_and_goes_on_on_every_other_one(train, refere
 
 
 @pytest.mark.parametrize("flags, devices, words", [
-    (["--mesh_fsdp=2"], 1, "--mesh_fsdp=2 .* number of chips, 1: use 1 along fsdp, and the others along data"),
-    (["--mesh_tensor=2"], 1, "--mesh_tensor=2 .* number of chips, 1: use 1 along tensor"),
     (["--mesh_tensor=4"], 4, "4 chips along tensor do not divide the attention heads .*2: use 2 along tensor"),
     (["--mesh_tensor=2", "--num_kv_heads=1"], 2, "do not divide the heads of keys and values .*1: use 1 along tensor"),
     (["--mesh_tensor=2", "--mesh_fsdp=4", "--model_dim=60"], 8,
@@ -170,7 +168,7 @@ def test_a_checkpoint_says_its_mesh_and_goes_on_on_every_other_one(train, refere
     (["--mesh_tensor=2", "--shard_optimizer=off"], 2, "1 fsdp × 2 tensor .* --shard_optimizer=off.*: leave it out"),
     (["--mesh_tensor=2"], 6, "3 groups of 2 devices do not divide .* use 2 or 4 groups of 2 devices"),
     (["--mesh_tensor=2", "--total_batch_size=300"], 2, "64 = .* 1 groups of 2 devices: use 256 or 320"),
-    (["--mesh_fsdp=2", "--device_type=cpu"], 1, "number of chips, 1"),
+    (["--mesh_fsdp=2", "--device_type=cpu"], 1, "number of chips, 1: use 1 along fsdp, and the others along data"),
 ])
 def test_meshes_that_cannot_be_are_refused_before_anything_starts(tiny, monkeypatch, flags, devices, words):
     monkeypatch.setenv("CPU_NUM_DEVICES", str(devices))

@@ -137,12 +137,6 @@ def test_what_no_machine_can_compute_is_refused_in_one_line(flags, message):
     assert "\n" not in str(error.value)
 
 
-def test_shapes_that_a_kernel_cannot_run_are_refused_before_a_device_is_opened():
-    flags = parse_flags(["--kernel=flash", "--model_dim=256", "--num_heads=4", "--total_batch_size=65536"])
-    with pytest.raises(BadInput, match="--kernel=flash has heads of 128 .* not heads of 64 and 1024"):
-        make_plan(flags, 65536, "tpu", 8)
-
-
 def test_a_run_of_more_than_a_day_on_a_cpu_asks_for_num_iterations(monkeypatch, capsys):
     assert 0 < describe.seconds_of_row(GPTConfig(vocab_size=512, max_seq_len=64, n_layer=2, n_embd=64, n_head=2)) < 30
     monkeypatch.setattr(describe, "seconds_of_row", lambda config: 5.0)

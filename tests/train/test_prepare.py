@@ -10,16 +10,12 @@ from nanochat.checkpoint import on_disk
 from nanochat.common import BadInput
 from nanochat.device.ranks import Dist
 from nanochat.train import launch
-from nanochat.train.flags import FlagGroups, RecordFlags, RunFlags
+from nanochat.train.flags import Flags, RunFlags
 from nanochat.train.prepare import Run, prepare, run_directory
 from nanochat.train.start import saved_meta
 from tests.checkpoint.states import flip_a_byte, save
 
-
-@dataclass(frozen=True)
-class Flags(FlagGroups):
-    run: RunFlags
-    record: RecordFlags
+FLAGS = Flags(RunFlags(run="a"))
 
 
 @dataclass(frozen=True)
@@ -36,12 +32,7 @@ def prepared(steps=5):
     def make_task(flags, device_type, world_size, directory, checkpoint):
         return Task(flags, SimpleNamespace(num_iterations=steps, world_size=world_size), checkpoint)
 
-    return prepare(Flags(RunFlags(run="a"), RecordFlags()), "cpu", make_task)
-
-
-def save_in(directory, step):
-    directory.mkdir(parents=True, exist_ok=True)
-    return save(directory, step)
+    return prepare(FLAGS, "cpu", make_task)
 
 
 def test_a_run_resumes_from_its_newest_checkpoint_and_has_finished_with_its_mark_only(base_dir):
@@ -51,7 +42,7 @@ def test_a_run_resumes_from_its_newest_checkpoint_and_has_finished_with_its_mark
     assert run.directory == directory and run.requests_file.exists() and run.heartbeats_file.exists()
     assert run.checkpoint is run.finished_step is run.mirror is None and not run.task.checkpoint
     for step in (2, 5):
-        save_in(directory, step)
+        save(directory, step)
     run = prepared(steps=9)
     assert run.checkpoint.name == "step_000005" and run.task.checkpoint == run.checkpoint and run.finished_step is None
     assert prepared(steps=5).finished_step is None
@@ -67,11 +58,11 @@ def test_a_run_resumes_from_its_newest_checkpoint_and_has_finished_with_its_mark
 def test_a_damaged_checkpoint_moves_aside_if_another_is_whole_and_the_start_is_refused_if_none_is(base_dir, capsys):
     directory = base_dir / "checkpoints" / "a"
     for step in (2, 5):
-        save_in(directory, step)
+        save(directory, step)
     flip_a_byte(directory / "step_000005/model.safetensors")
     assert prepared(steps=9).checkpoint.name == "step_000002"
     assert f"{directory}/step_000005 is damaged (model.safetensors does not match" in capsys.readouterr().out
-    save_in(directory, 5)
+    save(directory, 5)
     for step in (2, 5):
         flip_a_byte(directory / f"step_00000{step}/optimizer.safetensors")
     with pytest.raises(BadInput, match="damaged: step_000005 .optimizer.*, step_000002 .*another --run"):
@@ -81,7 +72,7 @@ def test_a_damaged_checkpoint_moves_aside_if_another_is_whole_and_the_start_is_r
 
 
 def test_an_imported_model_is_no_training_to_resume(base_dir):
-    path = save_in(base_dir / "checkpoints" / "a", 0)
+    path = save(base_dir / "checkpoints" / "a", 0)
     weights = [path / name for name in (on_disk.MODEL, on_disk.META)]
     (path / on_disk.SUMS).write_text(on_disk.sums_text(weights))
     for file in set(path.iterdir()) - {*weights, path / on_disk.SUMS}:
@@ -91,7 +82,7 @@ def test_an_imported_model_is_no_training_to_resume(base_dir):
 
 
 def test_a_checkpoint_of_another_task_is_refused(tmp_path):
-    path = save_in(tmp_path, 1)
+    path = save(tmp_path, 1)
     assert saved_meta(None, "language") is None and saved_meta(path, "language").step == 1
     with pytest.raises(BadInput, match="task language, not chess.*--run"):
         saved_meta(path, "chess")
@@ -101,16 +92,7 @@ def test_a_run_on_several_hosts_without_a_mirror_is_refused_before_it_waits_for_
     monkeypatch.setenv("NANOCHAT_HOSTS", "a,b")
     monkeypatch.setenv("NANOCHAT_HOST_INDEX", "1")
     with pytest.raises(BadInput, match="several hosts needs --checkpoint_mirror"):
-        launch.train_on("xla", Flags(RunFlags(run="a"), RecordFlags()), None)
-
-
-def test_ctrl_c_before_training_is_run_script_s_which_says_so_and_waits_for_nothing(monkeypatch):
-    def interrupted(*args):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(launch, "train_on", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        launch.launch(Flags(RunFlags(run="a"), RecordFlags()), "cpu", None)
+        launch.train_on("xla", FLAGS, None)
 
 
 @pytest.mark.parametrize("name", ["a/b", "", ".hidden", "-x", "a b", "a" * 201, "é" * 101])

@@ -4,11 +4,11 @@ from types import SimpleNamespace
 import torch
 
 from nanochat.checkpoint.on_disk import list_checkpoints
-from nanochat.checkpoint.pieces import load_checkpoint
+from nanochat.checkpoint.pieces import load_checkpoint, sizes_of
 from nanochat.device.ranks import Dist
 from nanochat.train.flags import RecordFlags
 from nanochat.train.saves import Saves
-from tests.checkpoint.states import make_meta, make_state
+from tests.checkpoint.states import assert_holds, make_meta, make_state
 
 
 class Training:
@@ -18,7 +18,7 @@ class Training:
         self.state = make_state()
 
     def sizes(self):
-        return [{name: tensor.nbytes for name, tensor in part.items()} for part in self.state]
+        return map(sizes_of, self.state)
 
     def host_state(self, names):
         return [{name: tensor for name, tensor in part.items() if name in names} for part in self.state]
@@ -38,5 +38,4 @@ def test_a_state_is_saved_once_and_whole_and_not_if_the_run_resumes_from_it(tmp_
         assert [path.name for path in list_checkpoints(tmp_path)] == saved
     found = load_checkpoint(tmp_path / "step_000003")
     assert found.meta.step == 3 and found.lane_states[0] == {"at": 3}
-    for expected, state in zip(training.state, (found.model_state, found.optimizer_state), strict=True):
-        assert expected.keys() == state.keys() and all(torch.equal(state[name], expected[name]) for name in expected)
+    assert_holds(found, training.state)

@@ -2,7 +2,6 @@
 import json
 import math
 import re
-from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import pytest
@@ -15,15 +14,10 @@ from nanochat.record.goodput import Goodput
 from nanochat.record.metrics import METRICS_FILE
 from nanochat.record.observe import Observer
 from nanochat.train import step_log
-from nanochat.train.flags import FlagGroups, RunFlags
+from nanochat.train.flags import Flags, RunFlags
 from nanochat.train.step_log import NonfiniteSteps, StepLog, mean_of_finite, summarise
 
 BATCHES = SimpleNamespace(metrics=lambda: {"tokens": 64})
-
-
-@dataclass(frozen=True)
-class Flags(FlagGroups):
-    run: RunFlags = field(default_factory=RunFlags)
 
 
 def plan():
@@ -35,8 +29,7 @@ def make_log(directory, rank=0, run="dummy"):
     dist = Dist("cpu", torch.device("cpu"), rank=rank)
     run = SimpleNamespace(plan=plan(), directory=directory, flags=Flags(RunFlags(run=run)),
                           task=SimpleNamespace(console={}))
-    optimizer = SimpleNamespace(mesh=SimpleNamespace(as_dict=dict),
-                                rules=Rules({}, 0.0, 0.0, OptimConfig(warmup_steps=0), 10))
+    optimizer = SimpleNamespace(rules=Rules({}, 0.0, 0.0, OptimConfig(warmup_steps=0), 10))
     training = SimpleNamespace(optimizer=optimizer, observer=Observer(dist), sums={"loss": None, "exact": None})
     return StepLog(run, dist, training, NonfiniteSteps(), first_step=0)
 
@@ -105,7 +98,7 @@ def test_steps_that_are_not_finite_are_counted_and_told_on_every_rank(tmp_path, 
         add(log, math.nan, 0.0, 1.0, 0.0)
         add(log, 2.0, 0.0, math.inf, 0.0)
         log.write(2, Goodput(), BATCHES, 0)
-        assert log._nonfinite.counts() == {"total": 2, "in_a_row": 2}
+        assert log._nonfinite == NonfiniteSteps(total=2, in_a_row=2)
     assert records(tmp_path)[-1]["mean_loss"] == 2.0 and records(tmp_path)[-1]["bad_steps"] == 2
     assert records(tmp_path)[0]["loss"] is None and not (tmp_path / "nowhere").exists()
     assert "warning: step 1 is skipped" in capsys.readouterr().out
@@ -119,8 +112,7 @@ def test_ten_steps_in_a_row_that_are_not_finite_are_too_many():
     for loss in (math.nan, 1.0, math.inf, *[math.nan] * 9):
         assert not steps.are_too_many
         assert steps.add(loss, 1.0) == (not math.isfinite(loss))
-    assert steps.are_too_many and steps.counts() == {"total": 11, "in_a_row": 10}
-    assert NonfiniteSteps(**steps.counts()).are_too_many
+    assert steps.are_too_many and steps == NonfiniteSteps(total=11, in_a_row=10)
 
 
 def test_the_first_step_which_compiles_says_nothing_about_the_time_left(tmp_path):
