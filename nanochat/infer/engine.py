@@ -157,7 +157,7 @@ class Engine:
         """Draws the tokens of `sample` after the prompt `ids` + `tail`, whose `tail` is drawn again; or takes `copy`,
         the tokens of tail and copied text, if there are any and none is less likely than -`nats`."""
         context = self.model.config.max_seq_len
-        drafts = sampling.drafts and isinstance(self.model, Int8GPT)
+        drafts = isinstance(self.model, Int8GPT)
         first = copy or tail
         rows = self._begin_reading(self._reader.read, ids + first, 1 + len(first), keep_going)
         self.timings.read_tokens = max(self.timings.read_tokens - len(first) + len(tail), 0)  # those of the prompt

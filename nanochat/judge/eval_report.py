@@ -42,7 +42,7 @@ def pass_at_k(num_samples, num_passed, k):
 def require_scipy():
     """Raises BadInput if scipy is missing."""
     if not importlib.util.find_spec("scipy"):
-        raise BadInput("scipy, for the intervals, is not installed: pip install '.[judge]'")
+        raise BadInput("scipy is not installed: pip install '.[judge]'")
 
 
 def score(values, weights=None, seed=0):
@@ -129,55 +129,42 @@ def compiles(sample):
     return Verdict(sample["status"], "").compiles
 
 
-def summarise(records):
-    """Returns [(measure, group, Score)]: each measure over all problems, and over the problems of each group."""
+def score_lines(records):
+    """Returns the lines of a table: each measure over all problems, and over the problems of each group."""
     group_of = {record["name"]: record["group"] for record in records}
     groups = [ALL, *(group for group in dict.fromkeys(group_of.values()) if group)]
-    rows = []
+    lines = []
     for measure, found in measures(records).items():
         for group in groups:
             chosen = [found[name] for name in found if group in (ALL, group_of[name])]
             if chosen:
                 values, weights = zip(*chosen, strict=True)
-                rows.append((measure, group, score(values, weights)))
-    return rows
+                scored = score(values, weights)
+                interval = f"[{scored.low:.4f}, {scored.high:.4f}]"
+                lines.append(f"{measure:<30} {group:<14} {scored.mean:7.4f}  {interval}  of {scored.num_problems}")
+    return lines
 
 
-def compare_results(records, others):
-    """Returns [(measure, Difference)] of two evaluations, over the problems that both have."""
+def difference_lines(records, others):
+    """Returns the lines of a table: the Difference of each measure of two evaluations, over the problems of both."""
     all_theirs = measures(others)
-    rows = []
+    lines = []
     for measure, ours in measures(records).items():
         theirs = all_theirs.get(measure, {})
         pairs = [(*ours[name], theirs[name][0]) for name in ours if name in theirs]
         if pairs:
             our_values, weights, their_values = zip(*pairs, strict=True)
-            rows.append((measure, compare(our_values, their_values, weights)))
-    return rows
-
-
-def format_scores(rows):
-    """Returns the lines of a table of scores."""
-    lines = []
-    for measure, group, found in rows:
-        interval = f"[{found.low:.4f}, {found.high:.4f}]"
-        lines.append(f"{measure:<30} {group:<14} {found.mean:7.4f}  {interval}  of {found.num_problems}")
-    return lines
-
-
-def format_differences(rows):
-    lines = []
-    for measure, found in rows:
-        interval = f"[{found.low:+.4f}, {found.high:+.4f}]"
-        lines.append(f"{measure:<30} {found.mean:+.4f}  {interval}  p = {found.p_value:.4f}")
+            found = compare(our_values, their_values, weights)
+            interval = f"[{found.low:+.4f}, {found.high:+.4f}]"
+            lines.append(f"{measure:<30} {found.mean:+.4f}  {interval}  p = {found.p_value:.4f}")
     return lines
 
 
 def write_report(out_dir, records, others):
     """Prints the scores, and writes them. others: records to compare with."""
-    scores = format_scores(summarise(records))
+    scores = score_lines(records)
     say("\n".join(scores), keep="\n\t")
-    differences = format_differences(compare_results(records, others))
+    differences = difference_lines(records, others)
     if differences:
         print("\nthe difference to --against, each problem compared with itself:\n" + "\n".join(differences))
     (out_dir / "scores.txt").write_text("\n".join([*scores, *differences]) + "\n", encoding="utf-8")

@@ -102,7 +102,7 @@ def infill_answer(completion, index, model):
     return {
         "index": index, "content": completion.texts[index], "stop": True, "model": model,
         "stop_type": {"end": "eos", "stop": "word", "length": "limit"}[completion.reasons[index]],
-        "tokens_predicted": completion.num_tokens, "tokens_evaluated": timings.prompt_tokens,
+        "tokens_predicted": timings.predicted_tokens, "tokens_evaluated": timings.prompt_tokens,
         "tokens_cached": timings.prompt_tokens + timings.predicted_tokens, "truncated": completion.is_cut,
         "timings": {**rate("prompt", timings.read_tokens, timings.prompt_ms),
                     **rate("predicted", timings.predicted_tokens, timings.predicted_ms)}}
@@ -188,6 +188,6 @@ def completion_choice(index, text, reason=None):
 
 
 def usage(completion):
-    prompt_tokens = completion.timings.prompt_tokens
-    return {"prompt_tokens": prompt_tokens, "completion_tokens": completion.num_tokens,
-            "total_tokens": prompt_tokens + completion.num_tokens}
+    timings = completion.timings
+    return {"prompt_tokens": timings.prompt_tokens, "completion_tokens": timings.predicted_tokens,
+            "total_tokens": timings.prompt_tokens + timings.predicted_tokens}

@@ -52,7 +52,7 @@ class Server:
             timings = completion.timings
             log.info("%s: %d tokens of prompt, %d of them read in %.0f ms; %d generated of at most %d in %.0f ms",
                      request.url.path, timings.prompt_tokens, timings.read_tokens, timings.prompt_ms,
-                     completion.num_tokens, options.sampling.max_tokens, timings.predicted_ms)
+                     timings.predicted_tokens, options.sampling.max_tokens, timings.predicted_ms)
             return completion
 
         client = None if slot is None else (request.headers.get("user-agent"), slot)
@@ -150,7 +150,7 @@ def make_runner(server):
 def make_app(server):
     """Returns the FastAPI application."""
     # openapi_url: its documentation loads scripts of another site.
-    app = FastAPI(openapi_url=None, dependencies=[Depends(check_access_of)])
+    app = FastAPI(openapi_url=None, dependencies=[Depends(check_access)])
     for path, handler in {"/": server.page, "/health": server.health, "/v1/models": server.models}.items():
         app.get(path)(handler)
     app.post("/infill")(server.infill)
@@ -162,10 +162,6 @@ def make_app(server):
 
 
 # Requests and answers
-
-
-async def check_access_of(request: Request):
-    check_access(request)
 
 
 def answer_refused(request, error):
