@@ -10,7 +10,6 @@ It logs and keeps no text of a user, except the tokens of the last prompt.
 import asyncio
 import json
 import logging
-import math
 import socket
 from importlib.resources import files
 
@@ -179,12 +178,10 @@ def answer_failure(request, error):
 async def read_body(request, model):
     """Returns the request's JSON as a `model`. Raises Refused, whose message repeats nothing of the request."""
     try:
-        # Python makes no int of more than 4300 digits.
-        body = await asyncio.wait_for(read_bytes(request), BODY_S)
-        data = json.loads(body, parse_int=lambda digits: int(digits) if len(digits) < 4300 else math.inf)
+        data = json.loads(await asyncio.wait_for(read_bytes(request), BODY_S))
     except asyncio.TimeoutError:
         raise Refused(408, f"the request's body did not come within {BODY_S} s") from None
-    except (ValueError, RecursionError):  # ValueError also for other bytes than UTF-8
+    except (ValueError, RecursionError):  # ValueError also for other bytes than UTF-8, and an int of 4300 digits
         raise Refused(400, "the request's body is not JSON in UTF-8") from None
     try:
         return model.model_validate(data)
