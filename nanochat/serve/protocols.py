@@ -178,9 +178,9 @@ class CompletionBody(Body):
 FINISH_REASONS = {"end": "stop", "stop": "stop", "length": "length"}
 
 
-def new_answer(kind, model):
+def new_answer(model):
     """Returns the fields that all parts of one answer share."""
-    return {"id": f"cmpl-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": model}
+    return {"id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion", "created": int(time.time()), "model": model}
 
 
 def completion_choice(index, text, reason=None):

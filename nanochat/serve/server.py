@@ -88,7 +88,7 @@ class Server:
 
     async def completions(self, request: Request):
         body = await read_body(request, protocols.CompletionBody)
-        answer = protocols.new_answer("text_completion", self.name)
+        answer = protocols.new_answer(self.name)
         [prompt] = body.prompt
 
         def chunk(i, text):
