@@ -52,8 +52,6 @@ class Int8GPT:
     """Computes like the GPT that it is made from, rounded, for evaluation. It holds no fp32 copy of the matrices.
     Beside the products, a token's time depends on the number of operations: there are few here."""
 
-    compute_dtype = torch.float32
-
     def __init__(self, model, read=None):
         """read: returns the fp32 weight of a name; None: that of the model. Raises BadInput if this machine's PyTorch
         has no such products."""

@@ -186,17 +186,22 @@ def test_guesses_are_what_followed_the_longest_repetition():
 
 @pytest.mark.parametrize("temperature", [0, 0.7])
 def test_drafts_are_taken_and_change_no_text(engine, temperature, monkeypatch):
-    accepted = 0
-    for seed in range(4):
-        prompt = "".join(random.Random(seed).choices(["ab", "cab;", "x = ", "\n"], k=18))
-        options = {"max_tokens": 50, "temperature": temperature, "seed": seed}
-        text = engine.complete(prompt, **options)
-        accepted += engine.timings.accepted_tokens
-        assert engine.timings.accepted_tokens <= engine.timings.drafted_tokens
-        with monkeypatch.context() as without:
-            without.setattr("nanochat.infer.engine.guess_next", lambda ids: [])
-            assert engine.complete(prompt, **options) == text and engine.timings.drafted_tokens == 0
-    assert accepted > 4
+    """A correct guess saves a reading."""
+    readings = []
+    read = Reader.read
+    monkeypatch.setattr(Reader, "read", lambda *arguments: readings.append(1) or read(*arguments))
+
+    def complete():
+        readings.clear()
+        texts = []
+        for seed in range(4):
+            prompt = "".join(random.Random(seed).choices(["ab", "cab;", "x = ", "\n"], k=18))
+            texts.append(engine.complete(prompt, max_tokens=50, temperature=temperature, seed=seed))
+        return texts, len(readings)
+
+    texts, with_drafts = complete()
+    monkeypatch.setattr("nanochat.infer.engine.guess_next", lambda ids: [])
+    assert complete()[0] == texts and with_drafts < len(readings) - 4
 
 
 def test_a_copy_is_taken_whole_where_the_model_agrees_and_otherwise_changes_no_text(shipped):
@@ -207,7 +212,7 @@ def test_a_copy_is_taken_whole_where_the_model_agrees_and_otherwise_changes_no_t
     for copy, nats, text in [("rn value;", 1000, "rn value;"), ("rn value;", 0, alone), (20 * "value ", 1000, alone)]:
         [sample] = engine.completions(prompt, sampling, copy=(copy, nats))
         assert sample.text == text
-        assert (sample.reason == "end" and engine.timings.accepted_tokens > 1) or text == alone
+        assert sample.reason == "end" or text == alone
         assert 0 < engine.timings.read_tokens <= engine.timings.prompt_tokens
     [sample] = engine.completions(prompt, sampling, keep_going=lambda: False, copy=("rn value;", 1000))
     assert (sample.text, sample.reason, engine.timings.read_tokens) == ("", "stopped", 0)
