@@ -16,6 +16,7 @@ from nanochat.judge.judge import PASSED, Verdict
 
 DRAWS = 10_000
 BATCH = 100  # draws at a time, to limit memory
+SEED = 0
 PASS_AT_K = 10
 ALL = "all"
 
@@ -45,17 +46,17 @@ def require_scipy():
         raise BadInput("scipy is not installed: pip install '.[judge]'")
 
 
-def score(values, weights=None, seed=0):
+def score(values, weights=None):
     """Returns the Score of the problems. Where each value is 0 or 1, its interval is Wilson's (1927)."""
     from scipy.stats import binomtest
     if not np.isin(values, (0, 1)).all() or weights is not None and set(weights) != {1}:
-        return bootstrap(values, weights, seed)
+        return bootstrap(values, weights)
     num = int(sum(values))
     interval = binomtest(num, len(values)).proportion_ci(method="wilson")
     return Score(num / len(values), float(interval.low), float(interval.high), len(values))
 
 
-def bootstrap(values, weights=None, seed=0):
+def bootstrap(values, weights=None):
     """Returns the Score of the problems, with the interval of the percentile bootstrap over problems (Efron 1979)."""
     from scipy import stats
 
@@ -67,11 +68,11 @@ def bootstrap(values, weights=None, seed=0):
     low = high = whole = float(mean(values, weights))
     if len(values) > 1:  # of one problem, every sample is the same
         low, high = stats.bootstrap((values, weights), mean, paired=True, method="percentile", n_resamples=DRAWS,
-                                    batch=BATCH, rng=seed).confidence_interval
+                                    batch=BATCH, rng=SEED).confidence_interval
     return Score(whole, float(low), float(high), len(values))
 
 
-def compare(first, second, weights=None, seed=0):
+def compare(first, second, weights=None):
     """Returns the Difference of two lists of values of the same problems, with the p-value of a permutation test."""
     from scipy.stats import permutation_test
 
@@ -84,8 +85,8 @@ def compare(first, second, weights=None, seed=0):
     p_value = 1.0
     if len(differences) > 1:
         p_value = permutation_test((differences,), size_of_sum, permutation_type="samples", alternative="greater",
-                                   n_resamples=DRAWS, batch=BATCH, rng=seed).pvalue
-    return Difference(**vars(bootstrap(differences, weights, seed)), p_value=float(p_value))
+                                   n_resamples=DRAWS, batch=BATCH, rng=SEED).pvalue
+    return Difference(**vars(bootstrap(differences, weights)), p_value=float(p_value))
 
 
 # From records to scores
