@@ -14,7 +14,6 @@ The table is a TOML file. Its keys are flags of base_train; the first variant is
 It may be killed at any time: the same command resumes, and repeats no finished run. It prints which variants differ
 from the reference by more than their seeds do. docs/ablations.md says more.
 """
-import importlib.util
 import os
 import sys
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from nanochat.checkpoint.on_disk import list_checkpoints
 from nanochat.common import BadInput, expand_path, flag, read_flags, read_toml, run_script, say, to_flags
 from nanochat.data.hub_files import require_commits
 from nanochat.device.ranks import prepare_xla_environment, resolve_device_type
+from nanochat.judge.eval_report import require_scipy
 from nanochat.record.history import read_run
 from nanochat.run.processes import expected_world_size, started_module
 
@@ -56,8 +56,7 @@ class Trial:
 
 def main(argv=None):
     (flags,) = read_flags(argv, __doc__, {Flags: "flags"})
-    if not importlib.util.find_spec("scipy"):
-        raise BadInput("scipy is not installed: pip install '.[judge]'")
+    require_scipy()
     trials = read_trials(flags.table)
     print(f"{len(trials)} runs; {sum(trial.is_finished() for trial in trials)} finished before", flush=True)
     if flags.dry_run:

@@ -108,13 +108,6 @@ def peak_bytes(run):
     return max(run.series("device_memory_peak_bytes")[1], default=None)
 
 
-def parts_of(run):
-    """Returns {kind of work, as in goodput.py: its part of the wall time}."""
-    seconds = run.seconds()
-    total = max(sum(seconds.values()), 1e-9)
-    return {kind: part / total for kind, part in seconds.items()}
-
-
 # Recommendations
 
 WORTH_SAYING = 0.05  # of the time
@@ -132,7 +125,9 @@ REMEDIES = {
 
 def recommend(run):
     """Returns lines: what takes much of the run's time, the largest first, and which flags change that."""
-    parts = {kind: part for kind, part in parts_of(run).items() if kind in REMEDIES}
+    seconds = run.seconds()  # {kind of work, as in goodput.py: seconds of the wall time}
+    total = max(sum(seconds.values()), 1e-9)
+    parts = {kind: seconds[kind] / total for kind in seconds if kind in REMEDIES}
     if not run.last("interruptions"):
         parts.pop("lost", None)  # pauses, not interruptions
     # The best interval between checkpoints loses as much time to saving as to work done again (Young 1974). So only the

@@ -37,7 +37,7 @@ WORK = {
     "serve": ["nanochat.serve.completer.load_completer"], "solve": ["Judge"],
     "tok_eval": ["fetch_openai"], "tok_train": ["choose_texts"],
     "tpu_check": ["check_all"], "tpu_preflight": ["prepare"],
-    "dev.bench_replay": ["load_completer"], "dev.bench_search": ["Judge"], "dev.bench_serve": ["get_context"]}
+    "dev.bench_replay": ["load_completer"], "dev.bench_search": ["Judge"], "dev.bench_serve": ["save_model"]}
 
 ODD = ["", " ", "-", "--", "=", "nan", "inf", "-inf", "-0", "0", "-1", "1e400", "9" * 30, "9" * 5000, "٣", "²", "1_0",
        "0x10", " 7 ", "1e3", "True", "\udcff\udcfe", "é", "a" * 300, "x" * 5000, ",", ":", "1:2", "5:1", "1:2,0:3", "%",

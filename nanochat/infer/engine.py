@@ -25,8 +25,6 @@ class Timings:
     prompt_ms: float = 0.0
     predicted_tokens: int = 0  # in all samples
     predicted_ms: float = 0.0
-    drafted_tokens: int = 0  # guesses that the model read
-    accepted_tokens: int = 0  # correct guesses
 
 
 @dataclass
@@ -157,19 +155,16 @@ class Engine:
         """Draws the tokens of `sample` after the prompt `ids` + `tail`, whose `tail` is drawn again; or takes `copy`,
         the tokens of tail and copied text, if there are any and none is less likely than -`nats`."""
         context = self.model.config.max_seq_len
-        drafts = sampling.drafts and isinstance(self.model, Int8GPT)
-        first = copy or tail
-        rows = self._begin_reading(self._reader.read, ids + first, 1 + len(first), keep_going)
-        self.timings.read_tokens = max(self.timings.read_tokens - len(first) + len(tail), 0)  # those of the prompt
-        self.timings.drafted_tokens = len(copy)
+        drafts = isinstance(self.model, Int8GPT)
+        guesses = copy or tail  # which is read as if it had been guessed
+        rows = self._begin_reading(self._reader.read, ids + guesses, 1 + len(guesses), keep_going)
+        self.timings.read_tokens = max(self.timings.read_tokens - len(guesses) + len(tail), 0)  # those of the prompt
         if copy and rows is not None and self._least_log_prob(rows, copy, sample.known) >= -nats:
-            self.timings.accepted_tokens = len(copy)
             for token in copy:
                 sample.add(token)
             sample.end("end")
-        guesses = first
         # Row i holds the logits after the first i guesses, so the rows are valid as long as each drawn token is the
-        # next guess. `tail` is read as if it had been guessed.
+        # next guess.
         while rows is not None and not sample.ended:
             for row, guess in zip(rows, [*guesses, None], strict=True):
                 if not keep_going():
@@ -178,8 +173,6 @@ class Engine:
                 ids.append(self._draw(sample, row, sampling))
                 if sample.ended or ids[-1] != guess:
                     break
-                if guesses is not first:
-                    self.timings.accepted_tokens += 1
             if sample.ended:
                 return
             if len(ids) == context:
@@ -189,7 +182,6 @@ class Engine:
             if drafts and not sample.known:
                 room = min(context - len(ids), -len(ids) % BLOCK)  # no guess is worth a second block
                 guesses = guess_next(ids)[:room]
-            self.timings.drafted_tokens += len(guesses)
             rows = self._reader.read(ids + guesses, 1 + len(guesses), keep_going)
         sample.end("stopped")
 

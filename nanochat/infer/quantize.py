@@ -52,11 +52,9 @@ class Int8GPT:
     """Computes like the GPT that it is made from, rounded, for evaluation. It holds no fp32 copy of the matrices.
     Beside the products, a token's time depends on the number of operations: there are few here."""
 
-    compute_dtype = torch.float32
-
-    def __init__(self, model, read=None, matrix=Int8Matrix):
-        """read: returns the fp32 weight of a name; None: that of the model. matrix: makes the matrices. Raises BadInput
-        if this machine's PyTorch has no such products."""
+    def __init__(self, model, read=None):
+        """read: returns the fp32 weight of a name; None: that of the model. Raises BadInput if this machine's PyTorch
+        has no such products."""
         if "fbgemm" not in torch.backends.quantized.supported_engines:
             raise BadInput("--quantize=int8 needs an x86 processor: leave it out")
         unknown = model.options.unknown(KNOWN) or ", ".join(sorted(model.state_dict().keys() - WEIGHTS))
@@ -66,14 +64,14 @@ class Int8GPT:
         self.config = config = model.config
         self.logit_cap = model.logit_cap
         self.rotary = torch.complex(model.cos, -model.sin)[:, None]  # (max_seq_len, 1, head_dim / 2)
-        self.lm_head = matrix(read("lm_head"))  # first, because rounding it takes the most memory
+        self.lm_head = Int8Matrix(read("lm_head"))  # first, because rounding it takes the most memory
         # Then a stack after the other, because a caller may read them from a disk.
         pairs = partial(_in_pairs, head_dim=config.head_dim)
-        parts = {"qkv": [matrix(torch.cat([pairs(q), pairs(k), v]))
+        parts = {"qkv": [Int8Matrix(torch.cat([pairs(q), pairs(k), v]))
                          for q, k, v in zip(read("attn_q"), read("attn_k"), read("attn_v"), strict=True)],
-                 "attn_o": [matrix(weight) for weight in read("attn_o")],
-                 "mlp_in": [matrix(weight) for weight in read("mlp_in")],
-                 "mlp_out": [matrix(weight, is_input_positive=True) for weight in read("mlp_out")],  # after ReLU²
+                 "attn_o": [Int8Matrix(weight) for weight in read("attn_o")],
+                 "mlp_in": [Int8Matrix(weight) for weight in read("mlp_in")],
+                 "mlp_out": [Int8Matrix(weight, is_input_positive=True) for weight in read("mlp_out")],  # after ReLU²
                  "resid_scale": read("resid_scale").tolist(),
                  "x0_scale": read("x0_scale").tolist()}
         if config.layer_gates:
@@ -105,13 +103,13 @@ class Int8GPT:
         """As GPT.logits."""
         return self.logit_cap(self.lm_head(hidden))
 
-    def __call__(self, ids, targets=None, reduction="none"):
-        """As GPT.forward."""
+    def __call__(self, ids, targets=None):
+        """As GPT.forward without a reduction."""
         logits = self.logits(self.hidden(ids))
         if targets is None:
             return logits
-        losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten().long(), ignore_index=-1, reduction=reduction)
-        return losses.view_as(targets) if reduction == "none" else losses
+        losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten().long(), ignore_index=-1, reduction="none")
+        return losses.view_as(targets)
 
 
 @dataclass

@@ -20,7 +20,6 @@ class Sampling:
     # Sample i is drawn with seed + i, so it does not depend on the number of samples.
     seed: int = flag(0, "the same seed gives the same text", at_least=0)
     no_heal: bool = flag(False, "never replace the prompt's last tokens, as in other programs (docs/export.md)")
-    drafts: bool = True  # guesses tokens, with 8 bits and one sample; this changes the speed, not the text
     score: bool = False  # sums the `log_prob` of each sample
 
 
@@ -31,6 +30,12 @@ def ignore(*_):
 def never_stop():
     """Returns whether a completion goes on: always."""
     return True
+
+
+def overlaps(text, following):
+    """Returns the lengths of all ends of `text` that are beginnings of `following`."""
+    following = following[:len(text)]
+    return [length for length in range(1, len(following) + 1) if text.endswith(following[:length])]
 
 
 def default_max_tokens(context):
@@ -142,12 +147,7 @@ class Sample:
 
     def _len_of_possible_stop(self):
         """Returns the length of the longest end of the text that begins a stop string."""
-        longest = 0
-        for string in self._stop:
-            for length in range(1, len(string)):
-                if self.text.endswith(string[:length]):
-                    longest = max(longest, length)
-        return longest
+        return max((length for string in self._stop for length in overlaps(self.text, string)), default=0)
 
     def _show_up_to(self, length):
         if length > self._num_shown:

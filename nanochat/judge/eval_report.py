@@ -16,6 +16,7 @@ from nanochat.judge.judge import PASSED, Verdict
 
 DRAWS = 10_000
 BATCH = 100  # draws at a time, to limit memory
+SEED = 0
 PASS_AT_K = 10
 ALL = "all"
 
@@ -42,20 +43,20 @@ def pass_at_k(num_samples, num_passed, k):
 def require_scipy():
     """Raises BadInput if scipy is missing."""
     if not importlib.util.find_spec("scipy"):
-        raise BadInput("scipy, for the intervals, is not installed: pip install '.[judge]'")
+        raise BadInput("scipy is not installed: pip install '.[judge]'")
 
 
-def score(values, weights=None, seed=0):
+def score(values, weights=None):
     """Returns the Score of the problems. Where each value is 0 or 1, its interval is Wilson's (1927)."""
     from scipy.stats import binomtest
     if not np.isin(values, (0, 1)).all() or weights is not None and set(weights) != {1}:
-        return bootstrap(values, weights, seed)
+        return bootstrap(values, weights)
     num = int(sum(values))
     interval = binomtest(num, len(values)).proportion_ci(method="wilson")
     return Score(num / len(values), float(interval.low), float(interval.high), len(values))
 
 
-def bootstrap(values, weights=None, seed=0):
+def bootstrap(values, weights=None):
     """Returns the Score of the problems, with the interval of the percentile bootstrap over problems (Efron 1979)."""
     from scipy import stats
 
@@ -67,11 +68,11 @@ def bootstrap(values, weights=None, seed=0):
     low = high = whole = float(mean(values, weights))
     if len(values) > 1:  # of one problem, every sample is the same
         low, high = stats.bootstrap((values, weights), mean, paired=True, method="percentile", n_resamples=DRAWS,
-                                    batch=BATCH, rng=seed).confidence_interval
+                                    batch=BATCH, rng=SEED).confidence_interval
     return Score(whole, float(low), float(high), len(values))
 
 
-def compare(first, second, weights=None, seed=0):
+def compare(first, second, weights=None):
     """Returns the Difference of two lists of values of the same problems, with the p-value of a permutation test."""
     from scipy.stats import permutation_test
 
@@ -84,8 +85,8 @@ def compare(first, second, weights=None, seed=0):
     p_value = 1.0
     if len(differences) > 1:
         p_value = permutation_test((differences,), size_of_sum, permutation_type="samples", alternative="greater",
-                                   n_resamples=DRAWS, batch=BATCH, rng=seed).pvalue
-    return Difference(**vars(bootstrap(differences, weights, seed)), p_value=float(p_value))
+                                   n_resamples=DRAWS, batch=BATCH, rng=SEED).pvalue
+    return Difference(**vars(bootstrap(differences, weights)), p_value=float(p_value))
 
 
 # From records to scores
@@ -129,55 +130,42 @@ def compiles(sample):
     return Verdict(sample["status"], "").compiles
 
 
-def summarise(records):
-    """Returns [(measure, group, Score)]: each measure over all problems, and over the problems of each group."""
+def score_lines(records):
+    """Returns the lines of a table: each measure over all problems, and over the problems of each group."""
     group_of = {record["name"]: record["group"] for record in records}
     groups = [ALL, *(group for group in dict.fromkeys(group_of.values()) if group)]
-    rows = []
+    lines = []
     for measure, found in measures(records).items():
         for group in groups:
             chosen = [found[name] for name in found if group in (ALL, group_of[name])]
             if chosen:
                 values, weights = zip(*chosen, strict=True)
-                rows.append((measure, group, score(values, weights)))
-    return rows
+                scored = score(values, weights)
+                interval = f"[{scored.low:.4f}, {scored.high:.4f}]"
+                lines.append(f"{measure:<30} {group:<14} {scored.mean:7.4f}  {interval}  of {scored.num_problems}")
+    return lines
 
 
-def compare_results(records, others):
-    """Returns [(measure, Difference)] of two evaluations, over the problems that both have."""
+def difference_lines(records, others):
+    """Returns the lines of a table: the Difference of each measure of two evaluations, over the problems of both."""
     all_theirs = measures(others)
-    rows = []
+    lines = []
     for measure, ours in measures(records).items():
         theirs = all_theirs.get(measure, {})
         pairs = [(*ours[name], theirs[name][0]) for name in ours if name in theirs]
         if pairs:
             our_values, weights, their_values = zip(*pairs, strict=True)
-            rows.append((measure, compare(our_values, their_values, weights)))
-    return rows
-
-
-def format_scores(rows):
-    """Returns the lines of a table of scores."""
-    lines = []
-    for measure, group, found in rows:
-        interval = f"[{found.low:.4f}, {found.high:.4f}]"
-        lines.append(f"{measure:<30} {group:<14} {found.mean:7.4f}  {interval}  of {found.num_problems}")
-    return lines
-
-
-def format_differences(rows):
-    lines = []
-    for measure, found in rows:
-        interval = f"[{found.low:+.4f}, {found.high:+.4f}]"
-        lines.append(f"{measure:<30} {found.mean:+.4f}  {interval}  p = {found.p_value:.4f}")
+            found = compare(our_values, their_values, weights)
+            interval = f"[{found.low:+.4f}, {found.high:+.4f}]"
+            lines.append(f"{measure:<30} {found.mean:+.4f}  {interval}  p = {found.p_value:.4f}")
     return lines
 
 
 def write_report(out_dir, records, others):
     """Prints the scores, and writes them. others: records to compare with."""
-    scores = format_scores(summarise(records))
+    scores = score_lines(records)
     say("\n".join(scores), keep="\n\t")
-    differences = format_differences(compare_results(records, others))
+    differences = difference_lines(records, others)
     if differences:
         print("\nthe difference to --against, each problem compared with itself:\n" + "\n".join(differences))
     (out_dir / "scores.txt").write_text("\n".join([*scores, *differences]) + "\n", encoding="utf-8")

@@ -35,11 +35,8 @@ def make_gaps(problems, num_per_kind, seed):
     for kind in KINDS:
         found = []
         for problem in problems:
-            if not problem.solution:
-                continue
-            shift = len(problem.prompt)
-            for begin, end in spans(problem.solution, kind):
-                found.append(_cut(problem, begin + shift, end + shift, kind))
+            for begin, end in spans(problem.solution or "", kind):
+                found.append(_cut(problem, begin, end, kind))
         found.sort(key=lambda gap: _hash(f"{seed}:{gap.name}"))
         gaps += found[:num_per_kind]
     return gaps
@@ -50,10 +47,10 @@ def _hash(text):
 
 
 def _cut(problem, begin, end, kind):
-    text = problem.prompt + problem.solution
-    prefix = text[:begin]
-    middle = text[begin:end]
-    suffix = text[end:]
+    """Returns the Gap at these places of a problem's solution."""
+    prefix = problem.prompt + problem.solution[:begin]
+    middle = problem.solution[begin:end]
+    suffix = problem.solution[end:]
     # The separators keep apart two gaps of one text: joined without them, their parts are the same.
     name = _hash("\0".join([kind, prefix, middle, suffix]))[:6]
     return Gap(f"{problem.name}/{name}", kind, prefix, middle, suffix, problem)

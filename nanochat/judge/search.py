@@ -133,13 +133,10 @@ class Search:
         last = text.count("\n") - 1
         if not error_lines(verdict.message):  # the compiler hit a limit
             return last
-        found = self.lines_in_text(error_lines(verdict.message, only_certain=not ends_statement(text)))
+        num_before = self.problem.program("").count("\n") - 1  # lines of the program before the text
+        lines = error_lines(verdict.message, only_certain=not ends_statement(text))
+        found = [max(line - 1 - num_before, 0) for line in lines]
         return min((line for line in found if line <= last), default=None)
-
-    def lines_in_text(self, lines):
-        """Returns lines of a program, counted from 1, as lines of the drawn text, counted from 0."""
-        num_before = self.problem.program("").count("\n") - 1
-        return [max(line - 1 - num_before, 0) for line in lines]
 
     def _charge(self, program):
         """Returns whether g++ may be called for `program`."""

@@ -40,17 +40,14 @@ class Writer:
         records = [{"name": problem.name, "group": problem.difficulty, "sample": i, "text": sample.text}
                    for i, sample in enumerate(samples)]
         if problem.solution:
-            records[0] |= self.measure(problem)
+            records[0] |= {"bits": self.bits(problem.prompt, problem.solution), "bytes": size(problem.solution)}
         return records
-
-    def measure(self, problem):
-        """Returns the bits and bytes of a problem's solution."""
-        return {"bits": self.bits(problem.prompt, problem.solution), "bytes": size(problem.solution)}
 
     def fill_gap(self, gap):
         """Returns the record of a Gap, in a list. The prompt is that of an editor."""
         max_tokens = self.sampling.max_tokens
-        prompt = self.gap_prompt(gap.prefix, gap.suffix, max_tokens)
+        room = self.model.config.max_seq_len - max_tokens
+        prompt = gap_prompt(self.tokenizer, gap.prefix, gap.suffix, room)
         stop = ("\n",) if gap.kind == ONE_LINE else ()
         [sample] = self.engine.completions(prompt.parts, replace(self.greedy, stop=stop))
         middle = cut_to(self.tokenizer, gap.middle, slice(max_tokens))
@@ -59,11 +56,6 @@ class Writer:
                  "similarity": similarity(sample.text, gap.middle),
                  "bits": self.bits(prompt.line, middle, prompt.head), "bytes": size(middle),
                  "bits_without_suffix": self.bits(prompt.before, middle)}]
-
-    def gap_prompt(self, prefix, suffix, max_tokens):
-        """Returns the GapPrompt that leaves room for `max_tokens` tokens."""
-        room = self.model.config.max_seq_len - max_tokens
-        return gap_prompt(self.tokenizer, prefix, suffix, room)
 
     def bits(self, prompt, text, head=(BOS,)):
         """Returns the bits that the model needs for `text` after `head` and `prompt`: of both texts less of the prompt,

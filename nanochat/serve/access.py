@@ -1,6 +1,7 @@
 """Who may use the server, which only programs of this machine reach, and what everybody else is told."""
 import re
 
+from fastapi import Request
 from fastapi.responses import JSONResponse
 
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
@@ -23,7 +24,7 @@ def error_answer(status, message):
     return JSONResponse({"error": {"message": message, "code": status, "type": kind}}, status, headers)
 
 
-def check_access(request):
+async def check_access(request: Request):
     """Raises Refused unless this request may be answered: no page of another site may use the server."""
     host = request.headers.get("host", "")
     # The page of another site whose name was given this machine's address is of the same origin to the browser.

@@ -9,7 +9,7 @@ from functools import partial
 from nanochat.infer.engine import Engine
 from nanochat.infer.load import load_model
 from nanochat.infer.prompt import fills_gaps, gap_prompt
-from nanochat.infer.sample import GREEDY_BELOW, Sampling, ignore, never_stop
+from nanochat.infer.sample import GREEDY_BELOW, Sampling, ignore, never_stop, overlaps
 
 COPIED = (64, 48, 32, 24, 16, 12, 8, 6)  # characters before the cursor that must stand elsewhere in the file
 LONGEST_COPY = 400  # characters: a longer line is data
@@ -28,7 +28,6 @@ class Options:
 class Completion:
     texts: list  # one for each sample
     reasons: list  # why each ended: "end" (of the middle or document), "stop" or "length"
-    num_tokens: int  # generated, of all samples together
     timings: object  # the engine's
     is_cut: bool  # whether the prefix or the suffix did not fit
 
@@ -80,9 +79,7 @@ class Completer:
                 reasons.append("length")
             else:
                 reasons.append(sample.reason)
-        num_tokens = sum(sample.num_tokens for sample in samples)
-        return Completion([shaper.finish() for shaper in shapers], reasons, num_tokens, replace(self.engine.timings),
-                          prompt.is_cut)
+        return Completion([shaper.finish() for shaper in shapers], reasons, self.engine.timings, prompt.is_cut)
 
     def _copy(self, prefix, suffix, extra, options):
         """Returns a copy for the gap, and the nats by which the model may find a token of it unlikely; or ("", 0)."""
@@ -209,12 +206,6 @@ def end_of_block(text, min_indent):
             return len(text[:start].rstrip())
         start = text.find("\n", start + 1)
     return None
-
-
-def overlaps(text, suffix):
-    """Returns the lengths of all ends of `text` that are beginnings of `suffix`."""
-    suffix = suffix[:len(text)]
-    return [length for length in range(1, len(suffix) + 1) if text.endswith(suffix[:length])]
 
 
 # An apparent repetition stays if it begins or ends inside a word, or closes a bracket of the text: in `f(|)`, with the

@@ -102,7 +102,7 @@ def infill_answer(completion, index, model):
     return {
         "index": index, "content": completion.texts[index], "stop": True, "model": model,
         "stop_type": {"end": "eos", "stop": "word", "length": "limit"}[completion.reasons[index]],
-        "tokens_predicted": completion.num_tokens, "tokens_evaluated": timings.prompt_tokens,
+        "tokens_predicted": timings.predicted_tokens, "tokens_evaluated": timings.prompt_tokens,
         "tokens_cached": timings.prompt_tokens + timings.predicted_tokens, "truncated": completion.is_cut,
         "timings": {**rate("prompt", timings.read_tokens, timings.prompt_ms),
                     **rate("predicted", timings.predicted_tokens, timings.predicted_ms)}}
@@ -178,9 +178,9 @@ class CompletionBody(Body):
 FINISH_REASONS = {"end": "stop", "stop": "stop", "length": "length"}
 
 
-def new_answer(kind, model):
+def new_answer(model):
     """Returns the fields that all parts of one answer share."""
-    return {"id": f"cmpl-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": model}
+    return {"id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion", "created": int(time.time()), "model": model}
 
 
 def completion_choice(index, text, reason=None):
@@ -188,6 +188,6 @@ def completion_choice(index, text, reason=None):
 
 
 def usage(completion):
-    prompt_tokens = completion.timings.prompt_tokens
-    return {"prompt_tokens": prompt_tokens, "completion_tokens": completion.num_tokens,
-            "total_tokens": prompt_tokens + completion.num_tokens}
+    timings = completion.timings
+    return {"prompt_tokens": timings.prompt_tokens, "completion_tokens": timings.predicted_tokens,
+            "total_tokens": timings.prompt_tokens + timings.predicted_tokens}

@@ -10,7 +10,6 @@ It logs and keeps no text of a user, except the tokens of the last prompt.
 import asyncio
 import json
 import logging
-import math
 import socket
 from importlib.resources import files
 
@@ -52,7 +51,7 @@ class Server:
             timings = completion.timings
             log.info("%s: %d tokens of prompt, %d of them read in %.0f ms; %d generated of at most %d in %.0f ms",
                      request.url.path, timings.prompt_tokens, timings.read_tokens, timings.prompt_ms,
-                     completion.num_tokens, options.sampling.max_tokens, timings.predicted_ms)
+                     timings.predicted_tokens, options.sampling.max_tokens, timings.predicted_ms)
             return completion
 
         client = None if slot is None else (request.headers.get("user-agent"), slot)
@@ -89,7 +88,7 @@ class Server:
 
     async def completions(self, request: Request):
         body = await read_body(request, protocols.CompletionBody)
-        answer = protocols.new_answer("text_completion", self.name)
+        answer = protocols.new_answer(self.name)
         [prompt] = body.prompt
 
         def chunk(i, text):
@@ -150,7 +149,7 @@ def make_runner(server):
 def make_app(server):
     """Returns the FastAPI application."""
     # openapi_url: its documentation loads scripts of another site.
-    app = FastAPI(openapi_url=None, dependencies=[Depends(check_access_of)])
+    app = FastAPI(openapi_url=None, dependencies=[Depends(check_access)])
     for path, handler in {"/": server.page, "/health": server.health, "/v1/models": server.models}.items():
         app.get(path)(handler)
     app.post("/infill")(server.infill)
@@ -162,10 +161,6 @@ def make_app(server):
 
 
 # Requests and answers
-
-
-async def check_access_of(request: Request):
-    check_access(request)
 
 
 def answer_refused(request, error):
@@ -183,12 +178,10 @@ def answer_failure(request, error):
 async def read_body(request, model):
     """Returns the request's JSON as a `model`. Raises Refused, whose message repeats nothing of the request."""
     try:
-        # Python makes no int of more than 4300 digits.
-        body = await asyncio.wait_for(read_bytes(request), BODY_S)
-        data = json.loads(body, parse_int=lambda digits: int(digits) if len(digits) < 4300 else math.inf)
+        data = json.loads(await asyncio.wait_for(read_bytes(request), BODY_S))
     except asyncio.TimeoutError:
         raise Refused(408, f"the request's body did not come within {BODY_S} s") from None
-    except (ValueError, RecursionError):  # ValueError also for other bytes than UTF-8
+    except (ValueError, RecursionError):  # ValueError also for other bytes than UTF-8, and an int of 4300 digits
         raise Refused(400, "the request's body is not JSON in UTF-8") from None
     try:
         return model.model_validate(data)

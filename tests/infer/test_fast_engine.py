@@ -70,11 +70,12 @@ def test_products_with_8_bits_are_near_the_exact_ones(is_input_positive):
 
 
 @pytest.mark.parametrize("options", [{}, {"layer_gates": True, "key_shift": True, "value_embeddings": "shared"}])
-def test_without_rounding_it_computes_what_the_gpt_does(options):
+def test_without_rounding_it_computes_what_the_gpt_does(options, monkeypatch):
     config = GPTConfig(**{**TINY, "n_kv_head": 2, "window_pattern": "SL", "short_window": 3, **options})
     model, ids = build(config).requires_grad_(False), some_ids(config)
-    exact = Int8GPT(model, matrix=lambda weight, is_input_positive=False: partial(F.linear, weight=weight))
-    torch.testing.assert_close(exact(ids), model(ids), atol=1e-4, rtol=1e-3)
+    monkeypatch.setattr("nanochat.infer.quantize.Int8Matrix",
+                        lambda weight, is_input_positive=False: partial(F.linear, weight=weight))
+    torch.testing.assert_close(Int8GPT(model)(ids), model(ids), atol=1e-4, rtol=1e-3)
 
 
 @pytest.mark.parametrize("has_bf16", [True, False])
@@ -126,7 +127,7 @@ def test_a_checkpoint_is_loaded_with_8_bits_on_the_cpu_only(tmp_path, shipped):
         exact, found = model(ids), loaded(ids)
         bound = 0.03 if torch.cpu._is_vnni_supported() else 0.06  # without VNNI, activations have 7 bits and not 8
         assert 0 < (found - exact).norm() < bound * exact.norm()
-        assert loaded(ids, ids, "mean").item() == pytest.approx(model(ids, ids, "mean").item(), rel=0.01)
+        assert loaded(ids, ids).mean().item() == pytest.approx(model(ids, ids, "mean").item(), rel=0.01)
     with pytest.raises(BadInput, match="--quantize=int8 is for the CPU, not for xla"):
         load_model(path, Dist("xla", torch.device("cpu")), quantize="int8")
     with pytest.raises(BadInput, match="--quantize: invalid choice: 'int3'"):
@@ -140,21 +141,14 @@ def test_weights_are_rounded_from_the_files_to_the_bits_of_the_rounded_model(tmp
     loaded, _, _ = load_model(save_model(tmp_path, model, shipped), CPU, quantize="int8")
     expected = Int8GPT(model)
     assert torch.equal(loaded.wte, expected.wte)
-    matrices = [(loaded.lm_head, expected.lm_head)]
-    for layer, other in zip(loaded.layers, expected.layers, strict=True):
-        matrices += [(getattr(layer, name), getattr(other, name)) for name in ("qkv", "attn_o", "mlp_in", "mlp_out")]
-    for matrix, other in matrices:
-        (found, _), (wanted, _) = matrix.packed.unpack(), other.packed.unpack()
-        assert torch.equal(found.int_repr(), wanted.int_repr())
-        assert torch.equal(found.q_per_channel_scales(), wanted.q_per_channel_scales())
     ids = torch.tensor([shipped.encode(CODE)[:CONTEXT]])
-    assert torch.equal(loaded(ids), expected(ids))
+    assert torch.equal(loaded(ids), expected(ids))  # logits depend on every other weight
 
 
 def test_loading_8_bits_never_holds_the_model_in_fp32(tmp_path, byte_tokenizer_dir):
-    """It holds the rounded weights and one fp32 stack: 62% of the file. With the fp32 model it held 130%."""
+    """It holds the rounded weights and one fp32 stack: 64% of the file. With the fp32 model it held 130%."""
     tokenizer = load_tokenizer(byte_tokenizer_dir)
-    sizes = {"small": {"n_layer": 1, "n_embd": 64}, "large": {"n_layer": 24, "n_embd": 512}}  # 302 MB
+    sizes = {"small": {"n_layer": 1, "n_embd": 64}, "large": {"n_layer": 12, "n_embd": 512}}  # 151 MB
     paths = {}
     for name, size in sizes.items():
         config = GPTConfig(vocab_size=tokenizer.n_vocab, max_seq_len=64, n_head=4, n_kv_head=4, **size)
@@ -191,18 +185,23 @@ def test_guesses_are_what_followed_the_longest_repetition():
 
 
 @pytest.mark.parametrize("temperature", [0, 0.7])
-def test_drafts_are_taken_and_change_no_text(engine, temperature):
-    accepted = 0
-    for seed in range(4):
-        prompt = "".join(random.Random(seed).choices(["ab", "cab;", "x = ", "\n"], k=18))
+def test_drafts_are_taken_and_change_no_text(engine, temperature, monkeypatch):
+    """A correct guess saves a reading."""
+    readings = []
+    read = Reader.read
+    monkeypatch.setattr(Reader, "read", lambda *arguments: readings.append(1) or read(*arguments))
+
+    def complete():
+        readings.clear()
         texts = []
-        for drafts in (True, False):
-            texts.append(engine.complete(prompt, max_tokens=50, temperature=temperature, seed=seed, drafts=drafts))
-            accepted += engine.timings.accepted_tokens
-            assert engine.timings.accepted_tokens <= engine.timings.drafted_tokens
-            assert drafts or engine.timings.drafted_tokens == 0
-        assert texts[0] == texts[1]
-    assert accepted > 4
+        for seed in range(4):
+            prompt = "".join(random.Random(seed).choices(["ab", "cab;", "x = ", "\n"], k=18))
+            texts.append(engine.complete(prompt, max_tokens=50, temperature=temperature, seed=seed))
+        return texts, len(readings)
+
+    texts, with_drafts = complete()
+    monkeypatch.setattr("nanochat.infer.engine.guess_next", lambda ids: [])
+    assert complete()[0] == texts and with_drafts < len(readings) - 4
 
 
 def test_a_copy_is_taken_whole_where_the_model_agrees_and_otherwise_changes_no_text(shipped):
@@ -213,7 +212,7 @@ def test_a_copy_is_taken_whole_where_the_model_agrees_and_otherwise_changes_no_t
     for copy, nats, text in [("rn value;", 1000, "rn value;"), ("rn value;", 0, alone), (20 * "value ", 1000, alone)]:
         [sample] = engine.completions(prompt, sampling, copy=(copy, nats))
         assert sample.text == text
-        assert (sample.reason == "end" and engine.timings.accepted_tokens > 1) or text == alone
+        assert sample.reason == "end" or text == alone
         assert 0 < engine.timings.read_tokens <= engine.timings.prompt_tokens
     [sample] = engine.completions(prompt, sampling, keep_going=lambda: False, copy=("rn value;", 1000))
     assert (sample.text, sample.reason, engine.timings.read_tokens) == ("", "stopped", 0)
@@ -249,7 +248,7 @@ def test_a_sample_says_why_it_ended(engine, num_samples):
     third = engine.complete(PROMPT, temperature=0, max_tokens=3)[2:]
     assert {reason for reason, _ in ends(stop=[third])} == {"stop"}
     answers = iter([True] * 5 + [False] * 9)
-    [(reason, num_tokens)] = ends(keep_going=lambda: next(answers), drafts=False)
+    [(reason, num_tokens)] = ends(keep_going=lambda: next(answers))
     assert reason == "stopped" and num_tokens in (2, 3, 4)
     assert ends(keep_going=lambda: False) == {("stopped", 0)}
     assert ends() == {("length", 10)}

@@ -41,11 +41,18 @@ def test_a_checkpoint_is_found_by_path_by_run_and_as_the_newest(tmp_path, monkey
         load_meta(find_checkpoint("mine"))
 
 
-def test_an_accelerator_holds_the_weights_in_bf16_and_computes_what_it_does_with_fp32(tmp_path):
-    tokenizer = load_tokenizer()
+@pytest.fixture
+def saved(tmp_path, byte_tokenizer_dir):
+    """A model and the path of its checkpoint."""
+    tokenizer = load_tokenizer(byte_tokenizer_dir)
     model = make_model(vocab_size=tokenizer.n_vocab)
-    path = save_model(tmp_path, model, tokenizer)
-    loaded, _, _ = load_model(path, Dist("cuda", torch.device("cpu")), kernel="current")
+    return model, save_model(tmp_path, model, tokenizer)
+
+
+def test_an_accelerator_holds_the_weights_in_bf16_and_computes_what_it_does_with_fp32(saved, byte_tokenizer_dir):
+    model, path = saved
+    accelerator = Dist("cuda", torch.device("cpu"))
+    loaded, _, _ = load_model(path, accelerator, tokenizer_dir=byte_tokenizer_dir, kernel="current")
     assert {p.dtype for p in loaded.parameters()} == {torch.bfloat16}
     model.compute_dtype = torch.bfloat16
     ids = torch.arange(12)[None]
@@ -54,22 +61,22 @@ def test_an_accelerator_holds_the_weights_in_bf16_and_computes_what_it_does_with
 
 
 @pytest.mark.parametrize("rows, positions, context", [(64, 4096, 2048), (64, 128, 128), (4096, 8192, 4096)])
-def test_a_model_of_the_llama_family_sees_more_than_the_rows_of_its_training(tmp_path, rows, positions, context):
-    tokenizer = load_tokenizer()
+def test_a_model_of_the_llama_family_sees_more_than_the_rows_of_its_training(tmp_path, byte_tokenizer_dir, rows,
+                                                                             positions, context):
+    tokenizer = load_tokenizer(byte_tokenizer_dir)
     config = LlamaConfig(vocab_size=tokenizer.n_vocab, n_layer=1, n_embd=16, head_dim=16, max_seq_len=rows,
                          max_positions=positions)
     path = save_model(tmp_path, config.new_model(get_kernels("current", "cpu")).init_weights(), tokenizer)
-    model, _, meta = load_model(path, Dist("cpu", torch.device("cpu")))
+    model, _, meta = load_model(path, Dist("cpu", torch.device("cpu")), tokenizer_dir=byte_tokenizer_dir)
     assert model.config.max_seq_len == len(model.cos) == context
     assert meta.model_config.max_seq_len == rows
 
 
 @pytest.mark.parametrize("quantize", ["none", "int8"])
-def test_a_model_stays_the_same_when_its_files_are_overwritten(tmp_path, quantize):
-    tokenizer = load_tokenizer()
-    model = make_model(vocab_size=tokenizer.n_vocab)
-    path = save_model(tmp_path, model, tokenizer)
-    loaded, _, _ = load_model(path, Dist("cpu", torch.device("cpu")), quantize=quantize)
+def test_a_model_stays_the_same_when_its_files_are_overwritten(saved, byte_tokenizer_dir, quantize):
+    _, path = saved
+    dist = Dist("cpu", torch.device("cpu"))
+    loaded, _, _ = load_model(path, dist, tokenizer_dir=byte_tokenizer_dir, quantize=quantize)
     ids = torch.arange(16)[None]
     before = loaded(ids)
     with open(path / MODEL, "r+b") as file:  # in place, as cp does

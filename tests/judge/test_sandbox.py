@@ -3,7 +3,6 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from nanochat.judge import sandbox
 from nanochat.judge.judge import Judge
 from nanochat.judge.sandbox import MIB, Limits, Sandbox, need
 from tests.judge.hostile import PROGRAMS, SOURCES, program
+from tests.run.life import wait_until
 
 ROOT = Path(__file__).parents[2]
 FILE_BYTES = 16 * MIB + os.getpid()  # by which the processes of these tests are known
@@ -105,10 +105,10 @@ def test_a_program_ends_with_the_process_that_judges_it():
     call = ("from nanochat.judge.sandbox import *; "
             f"Sandbox().run(['sleep', '1000'], Limits(5, 100, 2**30, 65536, file_bytes={FILE_BYTES}))")
     judging = subprocess.Popen([sys.executable, "-c", call], cwd=ROOT)
-    until(processes)
+    wait_until(processes)
     judging.kill()
     judging.wait()
-    until(lambda: not processes())
+    wait_until(lambda: not processes())
 
 
 def test_a_sandbox_that_fails_itself_is_told_from_its_program(monkeypatch):
@@ -120,14 +120,6 @@ def test_a_sandbox_that_fails_itself_is_told_from_its_program(monkeypatch):
         box.run(["true"], LIMITS)
     with pytest.raises(BadInput, match="makes no sandbox here: .*/nonexistent"):
         Sandbox()
-
-
-def until(condition, timeout_s=60):
-    """Waits until the condition holds."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def test_without_bubblewrap_the_error_says_how_to_install_it(monkeypatch, tmp_path):

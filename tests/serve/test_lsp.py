@@ -128,10 +128,9 @@ def test_a_cancelled_request_frees_the_model_and_a_missing_server_is_said_once(s
     asyncio.run(run())
 
 
-def workspace_of(files, roots=(), encoding="utf-16"):
+def workspace_of(files, roots=()):
     """Returns a workspace in which the `files`, {path: text}, are open, the last one used last, and its document."""
-    workspace = Workspace(None, workspace_folders=[types.WorkspaceFolder(root.as_uri(), "") for root in roots],
-                          position_encoding=encoding)
+    workspace = Workspace(None, workspace_folders=[types.WorkspaceFolder(root.as_uri(), "") for root in roots])
     for path, text in files.items():
         workspace.put_text_document(types.TextDocumentItem(path.as_uri(), "cpp", 1, text))
     return workspace, workspace.get_text_document(path.as_uri())
@@ -193,18 +192,11 @@ def test_names_without_a_file_cost_little(tmp_path, monkeypatch):
     assert len(found) == 20 + 1 + 1  # the open files, the folder, part.h
 
 
-def test_a_position_counts_the_units_that_were_agreed_on(tmp_path):
-    for encoding, character in [("utf-16", 3), ("utf-8", 7), ("utf-32", 2)]:
-        workspace, document = workspace_of({tmp_path / "a.cpp": "x\n漢🎉y\n"}, (), encoding)
-        span, typed, body = request_at(workspace, document, asked(1, character))
-        assert (body["input_prefix"], body["input_suffix"], typed) == ("x\n漢🎉", "y\n", "")
-    assert request_at(workspace, document, asked(9, 9))[2]["input_suffix"] == ""
-
-
 @pytest.mark.parametrize("line, count", [("    ret", 4), ("\tret", 1), ("ret", 0), ("    ", 0)])
 def test_the_server_is_told_the_indentation_of_the_line_that_is_typed(tmp_path, line, count):
-    workspace, document = workspace_of({tmp_path / "a.cpp": f"  x\n{line}\n}}\n"}, ())
+    workspace, document = workspace_of({tmp_path / "a.cpp": f"  x\n{line}\n}}\n"})
     assert request_at(workspace, document, asked(1, len(line)))[2]["n_indent"] == count
+    assert request_at(workspace, document, asked(9, 9))[2]["input_suffix"] == ""  # behind the end
 
 
 NODE = """
