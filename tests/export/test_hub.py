@@ -304,7 +304,8 @@ LIES = {
 EMPTY_ZIP = b"PK\x05\x06" + bytes(18)
 
 
-@pytest.mark.parametrize("content", [None, b"", EMPTY_ZIP, zipped({"config.json": b"[]"})])
+@pytest.mark.parametrize("content", [None, b"", EMPTY_ZIP, zipped({"config.json": b"[]"})],
+                         ids=["missing", "no bytes", "empty", "list"])  # a zip has the time, and a name must not
 def test_a_checkpoint_whose_small_files_are_damaged_is_exported_nowhere(folder, base_dir, tmp_path, content):
     """Though its checksums agree."""
     path = import_to("imported", folder)
