@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from nanochat.checkpoint.on_disk import sha256_of_files
 from nanochat.common import BadInput, counted, flag, say, written_whole
 from nanochat.corpus import manifest
 from nanochat.corpus.duplicates import find_duplicates
@@ -250,7 +251,7 @@ def unique_documents(folders, stats, is_val, flags):
 
 
 def write_shards(index, sides, flags, staging, run):
-    """Writes the shards, and returns {name: size and hash}, as describe_shard."""
+    """Writes the shards, and returns {name: size and hash}, as write_shard."""
     calls = []
     nbytes = 0
     for name, side in sides.items():
@@ -286,24 +287,12 @@ def plan_shards(index, kept, shard_bytes):
 
 def write_shard(path, parts):
     """Writes the shard `path`, unless it exists: the documents `parts` = [(path of a run, numbers)], sorted by key.
-    Returns what describe_shard does."""
-    if path.exists():
-        return describe_shard(path)
-    table = read_parts(parts, [*SCHEMA.names, "key"])
-    order = np.argsort(table["key"].to_numpy())
-    table = table.select(SCHEMA.names)
-    row_groups = (table.take(order[start:start + SHARD_ROW_GROUP_DOCUMENTS])
-                  for start in range(0, len(order), SHARD_ROW_GROUP_DOCUMENTS))
-    write_parquet(path, SCHEMA, row_groups)
-    return describe_shard(path)
-
-
-def describe_shard(path):
-    """Returns {"bytes": size, "sha256": hexadecimal} of a file. Raises OSError."""
-    digest = hashlib.sha256()
-    nbytes = 0
-    with open(path, "rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-            nbytes += len(block)
-    return {"bytes": nbytes, "sha256": digest.hexdigest()}
+    Returns {"bytes": size, "sha256": hexadecimal} of the file."""
+    if not path.exists():
+        table = read_parts(parts, [*SCHEMA.names, "key"])
+        order = np.argsort(table["key"].to_numpy())
+        table = table.select(SCHEMA.names)
+        row_groups = (table.take(order[start:start + SHARD_ROW_GROUP_DOCUMENTS])
+                      for start in range(0, len(order), SHARD_ROW_GROUP_DOCUMENTS))
+        write_parquet(path, SCHEMA, row_groups)
+    return {"bytes": path.stat().st_size, "sha256": sha256_of_files([path])[path]}

@@ -22,6 +22,7 @@ import pyarrow.parquet as pq
 from nanochat.common import SUFFIXES, BadInput, say
 from nanochat.corpus.archives import unpacked
 from nanochat.corpus.sources import directory_source, readable, walk
+from nanochat.data.shards import STRINGS, check_text_column
 
 # What a column is for, and the names under which public corpora have it: the first that is there counts.
 ROLES = {
@@ -35,7 +36,6 @@ LANGUAGES = {"c", "c++", "cpp", "cuda", "c/c++"}
 KIND = re.compile(r"\.(?:parquet|(?:jsonl|ndjson|json)(?:\.(?:gz|zst))?)$")
 _ABOUT = re.compile(r"(?:dataset_infos?|dataset_dict|state)\.json")  # Hugging Face's notes beside the data
 _SURROGATE = re.compile(rb"\\u[dD]|\xed[\xa0-\xbf]")  # perhaps half of a character, which is no Unicode
-_STRINGS = (pa.string(), pa.large_string(), pa.string_view())
 ROWS, BATCH_BYTES = 64, 16 << 20  # that are decoded at a time: fewer rows if they are long
 SAMPLE_ROWS, LINES_BYTES = 100, 4 << 20  # of JSON Lines: to find the columns, and what is parsed at a time
 LONGEST_LINE = 64 << 20  # of JSON
@@ -79,7 +79,7 @@ def open_table(path, text_column=None):
     there = dict.fromkeys(name for schema in schemas.values() for name in schema.names)
     columns = _find_columns(path, there, text_column)
     for file, schema in schemas.items():
-        _check_text(directory / file, schema, columns["text"])
+        check_text_column(directory / file, schema, columns["text"], "name another --text_column")
     listed = ", ".join(f"{role} = {column}" for role, column in columns.items())
     say(f"{path}: {len(files)} files of documents, {listed}")
     name = KIND.sub("", path.resolve().name) or "root"
@@ -130,18 +130,6 @@ def _find_columns(path, there, text_column):
         wanted = f"no column {text_column}" if text_column else "none of the columns " + ", ".join(ROLES["text"])
         raise BadInput(f"--source={path} has {wanted}: name its text with --text_column, of {', '.join(there)}")
     return found
-
-
-def _check_text(path, schema, name):
-    if schema.names.count(name) != 1:
-        number = "several columns" if name in schema.names else "no column"
-        raise BadInput(f"{path} has {number} {name}: name another --text_column, of {', '.join(schema.names)}")
-    kind = schema.field(name).type
-    if pa.types.is_dictionary(kind):
-        kind = kind.value_type
-    if kind not in (*_STRINGS, pa.binary(), pa.large_binary(), pa.binary_view(), pa.null()):
-        raise BadInput(f"{path}: its column {name} holds {kind}, not text: name another --text_column, of "
-                       f"{', '.join(schema.names)}")
 
 
 def pieces(source):
@@ -211,7 +199,7 @@ def _as_bytes(table):
     """Returns the table with bytes for strings, which may hold malformed UTF-8."""
     for number, field in enumerate(table.schema):
         kind = field.type.value_type if pa.types.is_dictionary(field.type) else field.type
-        if kind in _STRINGS:
+        if kind in STRINGS:
             table = table.set_column(number, field.name, table[number].cast(kind).cast(pa.large_binary()))
     return table
 
@@ -269,7 +257,7 @@ def _parse(line, number, text):
 
 
 @contextmanager
-def _reading(path, advice="copy it again, or leave it out"):
+def _reading(path):
     """Turns what Arrow says of the file into a BadInput."""
     try:
         yield
@@ -277,4 +265,4 @@ def _reading(path, advice="copy it again, or leave it out"):
         raise BadInput(f"the path {path} is not UTF-8, which pyarrow needs: rename the folder or file") from None
     except (pa.ArrowException, OSError, EOFError, zlib.error, OverflowError, UnicodeDecodeError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
-        raise BadInput(f"{path} cannot be read ({reason}): {advice}") from None
+        raise BadInput(f"{path} cannot be read ({reason}): copy it again, or leave it out") from None

@@ -65,10 +65,6 @@ class LocalFile:
     def name(self):
         return self.path.name
 
-    @property
-    def parent(self):
-        return str(self.path.parent)
-
     def open_footer(self):
         require_file(self.path)
         file = pa.OSFile(str(self.path))
@@ -176,9 +172,9 @@ class RemoteFile:
 
     def _fetch(self, path, begin, end):
         unfinished = path.with_suffix(".partial")
-        file = _reserve(unfinished, begin, end, self.cache_gb * 1e9)
         try:
-            with file:
+            _reserve(unfinished, begin, end, self.cache_gb * 1e9)
+            with unfinished.open("r+b") as file:
                 download(partial(read_range, self.stored), file.fileno(), begin, end, Retries(self, self.outage_s))
                 os.fsync(file.fileno())
             with _room_lock(unfinished.parent):  # so that _parts_in counts it under one of the names
@@ -258,8 +254,8 @@ def _room_lock(folder):
 # The file `bytes` holds the size of all parts together, so that a fetch does not have to list them. It is an upper
 # bound: a killed process has counted a part that it did not finish. An eviction lists the parts and counts anew.
 def _reserve(partial, begin, end, limit):
-    """Returns the file `partial`, open for writing, with room on the disk for its bytes from `begin` to `end`. Evicts
-    parts if the cache would exceed `limit` bytes."""
+    """Makes the file `partial`, with room on the disk for its bytes from `begin` to `end`. Evicts parts if the cache
+    would exceed `limit` bytes."""
     folder = partial.parent
     counter = folder / "bytes"
     n_bytes = end - begin + 2 * BLOCK_BYTES
@@ -271,16 +267,10 @@ def _reserve(partial, begin, end, limit):
         if used + n_bytes > limit:
             used = _evict(folder, max(0, (1 - EVICTED_SHARE) * limit - n_bytes))
         counter.write_text(str(used + n_bytes))
-        file = partial.open("wb")
-        try:
+        with partial.open("wb") as file:
             # This allocates blocks, not only a size: so a full disk shows here, and `bytes` counts what the disk gives.
             if end > begin:
                 os.posix_fallocate(file.fileno(), begin, end - begin)
-        except BaseException:
-            file.close()
-            partial.unlink()
-            raise
-    return file
 
 
 def _parts_in(folder):

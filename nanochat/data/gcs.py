@@ -15,7 +15,7 @@ import subprocess
 import threading
 import urllib.error
 import urllib.request
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from urllib.parse import quote, urlencode
 
 from nanochat.common import BadInput
@@ -42,21 +42,22 @@ def list_files(url):
     bucket, name = _parts(url)
     query = {"prefix": f"{name}/" if name else "", "fields": FIELDS}
     files = []
-
-    def read(page):
-        files.extend(_stored(bucket, item) for item in page.get("items", []))
-        return page.get("nextPageToken")
-
     for _ in range(MAX_PAGES):
-        token = _ask_for_json(f"b/{bucket}/o?{urlencode(query)}", url, "correct the bucket's name", read)
+        try:
+            with _open(f"b/{bucket}/o?{urlencode(query)}", url) as answer:
+                page = json.loads(answer.read())
+            for item in page.get("items", []):
+                file = f"gs://{bucket}/{item['name']}"
+                files.append(StoredFile(file, int(item["size"]), str(item["generation"])))
+            token = page.get("nextPageToken")
+        except _NotFound as error:
+            raise BadInput(f"{url}: {error}: correct the bucket's name") from None
+        except ODD_JSON as error:
+            raise Interruption(f"its answer is cut, or not Cloud Storage's ({type(error).__name__}: {error})") from None
         if not token:
             return files
         query["pageToken"] = token
     raise BadInput(f"{url}: the list of its files does not end after {MAX_PAGES} pages: name a folder with fewer files")
-
-
-def _stored(bucket, item):
-    return StoredFile(f"gs://{bucket}/{item['name']}", int(item["size"]), str(item["generation"]))
 
 
 def read_range(file, begin, end):
@@ -73,8 +74,6 @@ def read_range(file, begin, end):
     except _NotFound as error:
         raise BadInput(f"{file.url} was replaced or deleted after it was listed ({error}): put it back, or begin a "
                        "new run with the data as it is now") from None
-    except (OSError, http.client.HTTPException) as error:
-        raise Interruption(_why(error)) from None
 
 
 # Writing
@@ -113,8 +112,8 @@ def _content(path, digest):
 
 def delete_file(url):
     """Deletes the file of this URL, if it is there."""
-    with suppress(_NotFound):
-        _ask(_object(url), url, "DELETE")
+    with suppress(_NotFound), _open(_object(url), url, "DELETE") as answer:
+        answer.read()
 
 
 # Requests
@@ -144,26 +143,9 @@ def _object(url):
     return f"b/{bucket}/o/{quote(name, safe='')}"
 
 
-def _ask_for_json(query, url, advice, read):
-    """Returns read(the answer to a request, as an object). Raises BadInput with this advice if nothing is found."""
-    try:
-        return read(json.loads(_ask(query, url)))
-    except _NotFound as error:
-        raise BadInput(f"{url}: {error}: {advice}") from None
-    except ODD_JSON as error:
-        raise Interruption(f"its answer is cut, or not Cloud Storage's ({type(error).__name__}: {error})") from None
-
-
-def _ask(query, url, method="GET"):
-    try:
-        with _open(query, url, method) as answer:
-            return answer.read()
-    except (OSError, http.client.HTTPException) as error:
-        raise Interruption(_why(error)) from None
-
-
+@contextmanager
 def _open(query, url, method="GET", content=None, headers=None):
-    """Returns the open answer to a request. url: named in errors."""
+    """Gives the open answer to a request; one that breaks off is an Interruption, too. url: named in errors."""
     address = endpoint()
     if method == "POST":
         address = address.replace("/storage/v1/", "/upload/storage/v1/")
@@ -174,7 +156,9 @@ def _open(query, url, method="GET", content=None, headers=None):
         headers = {**(headers or {}), "Authorization": f"Bearer {token}"}
         request = urllib.request.Request(address + query, content, headers, method=method)
         try:
-            return _opener.open(request, timeout=TRY_TIMEOUT_S)
+            with _opener.open(request, timeout=TRY_TIMEOUT_S) as answer:
+                yield answer
+                return
         except urllib.error.HTTPError as error:
             with error:
                 problem = _message(error, token)

@@ -253,7 +253,7 @@ class HubTokenizer:
         missing = bytes({*range(256)} - self._byte_ids.keys())
         if not RARE.issuperset(missing):
             raise ValueError(f"it has no token of the byte 0x{min({*missing} - RARE):02x}")
-        for text in (sample_of_characters(97), " ".join(added)):
+        for text in (sample_of_characters(), " ".join(added)):
             kept = tokenizers.normalizers.NFC().normalize_str(text) if self._is_nfc else text
             if self.decode_bytes(self.encode(text)) != kept.encode().translate(None, missing):
                 raise ValueError("text would not come back from its tokens")
@@ -345,9 +345,9 @@ def _piece(name, byte_of):
     return bytes.fromhex(byte[1]) if byte else name.replace(SPACE, " ").encode()
 
 
-def sample_of_characters(step):
-    """Returns a text of all characters of alphabets, one in `step` of the others, and pairs of all kinds."""
-    every = "".join(map(chr, [*range(0x3000), *range(0x3000, 0xD800, step), *range(0xE000, 0x110000, step)]))
+def sample_of_characters():
+    """Returns a text of all characters of alphabets, one in 97 of the others, and pairs of all kinds."""
+    every = "".join(map(chr, [*range(0x3000), *range(0x3000, 0xD800, 97), *range(0xE000, 0x110000, 97)]))
     seen = Counter()
     kinds = []  # all of ASCII, and two characters of each other category
     for character in every:

@@ -19,6 +19,7 @@ docs/data.md explains the design.
 import math
 import queue
 import threading
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -217,11 +218,9 @@ class Loader:
         """Ends the threads. Safe to call twice."""
         self._error = RuntimeError("the loader is closed")
         # Queues that still wait for a worker are dropped, so that each worker ends after its present block.
-        while not self._wanted.empty():
-            try:
+        with suppress(queue.Empty):
+            while True:
                 self._wanted.get_nowait()
-            except queue.Empty:
-                break
         for _ in self._threads:
             self._wanted.put(None)
         for thread in self._threads:

@@ -24,6 +24,7 @@ from nanochat.data.storage import data_place
 
 DEFAULT_DIRS = {"train": "parquet/base_data_v3", "val": "parquet/val"}  # under the base directory
 TEXT = "text"  # the column
+STRINGS = (pa.string(), pa.large_string(), pa.string_view())
 PIECE_BYTES = 256 * 1024  # longer documents are read and tokenized piece by piece
 READ_BATCH_BYTES = 1 << 20  # bytes of text that Arrow decodes at a time
 LONGEST_BATCH_BYTES = 32 << 20  # … if texts share bytes in the file, as in a dictionary
@@ -130,7 +131,7 @@ def _open_shard(file):
     if (metadata.metadata or {}).get(b"pack") == b"project":
         raise BadInput(f"{file} holds a whole project in each document (prepare_data --pack=project, which is gone): "
                        "prepare the corpus again, without --pack")
-    _check_text_column(file, schema)
+    check_text_column(file, schema)
     documents = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
     compressed = []
     for row_group in map(metadata.row_group, range(metadata.num_row_groups)):
@@ -142,16 +143,17 @@ def _open_shard(file):
     return Shard(file, size, tuple(documents), digest, max(compressed, default=0))
 
 
-def _check_text_column(file, schema):
-    """Raises BadInput unless a file has one column TEXT, of strings."""
-    if schema.names.count(TEXT) != 1:
-        found = "several columns" if TEXT in schema.names else "no column"
-        raise BadInput(f"{file} has {found} named {TEXT} (it has {', '.join(schema.names)}): name other data")
-    kind = schema.field(TEXT).type
+def check_text_column(file, schema, name=TEXT, advice="name other data"):
+    """Raises BadInput unless a file has one column of this name, of strings."""
+    there = f"(it has {', '.join(schema.names)})"
+    if schema.names.count(name) != 1:
+        found = "several columns" if name in schema.names else "no column"
+        raise BadInput(f"{file} has {found} named {name} {there}: {advice}")
+    kind = schema.field(name).type
     if pa.types.is_dictionary(kind):
         kind = kind.value_type
-    if kind not in (pa.string(), pa.large_string(), pa.string_view(), pa.binary(), pa.large_binary(), pa.binary_view()):
-        raise BadInput(f"{file}: its column {TEXT} holds {kind}, not strings: name other data")
+    if kind not in (*STRINGS, pa.binary(), pa.large_binary(), pa.binary_view(), pa.null()):
+        raise BadInput(f"{file}: its column {name} holds {kind}, not strings {there}: {advice}")
 
 
 def fingerprint(shards):

@@ -226,12 +226,12 @@ def load_tokenizer(tokenizer_dir=None, checkpoint=None):
                    f"or Hugging Face's {CONFIG_FILE}")
 
 
-def check_tokenizer(tokenizer, vocab_size=None, sha256=None):
+def check_tokenizer(tokenizer, vocab_size, sha256):
     """Raises BadInput if the tokenizer has more than `vocab_size` tokens, or another hash than `sha256`."""
-    if vocab_size is not None and tokenizer.n_vocab > vocab_size:
+    if tokenizer.n_vocab > vocab_size:
         raise BadInput(f"the tokenizer has {tokenizer.n_vocab} tokens but the model's vocabulary is {vocab_size}: "
                        "name the tokenizer of the model's training with --tokenizer_dir")
-    if sha256 is not None and tokenizer.sha256 != sha256:
+    if tokenizer.sha256 != sha256:
         raise BadInput(f"the tokenizer (sha256 {tokenizer.sha256[:12]}…) is not the checkpoint's ({sha256[:12]}…): "
                        "name the tokenizer of the model's training with --tokenizer_dir")
 

@@ -149,7 +149,7 @@ def test_what_this_user_may_not_read_is_named(as_nobody, closed):
     try:
         with pytest.raises(BadInput, match=r"cannot be read \(Permission denied\): give yourself the right") as error:
             run(lambda: sources.open_projects(folder))
-        assert str(folder / closed) in str(error.value) and "\n" not in str(error.value)
+        assert str(folder / closed) in str(error.value)
     finally:
         (folder / closed).chmod(0o700)
 

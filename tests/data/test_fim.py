@@ -7,8 +7,7 @@ import pytest
 from nanochat.common import BadInput
 from nanochat.data import loader as loader_module
 from nanochat.data import shards as shards_module
-from nanochat.data.fim import KINDS, Infilling, check_fim, choose_middle, draws, find_brackets
-from nanochat.data.fim import find_statement as find_statement_from
+from nanochat.data.fim import KINDS, Infilling, check_fim, choose_middle, draws, find_brackets, find_statement
 from nanochat.data.loader import check_lane_states
 from nanochat.data.shards import TextPiece
 from nanochat.data.tokenizer import FIM_TOKENS, Infill, Tokenizer, load_tokenizer
@@ -138,10 +137,10 @@ def test_the_scanner_finds_structure_and_skips_strings_comments_and_directives()
 
     assert found(find_brackets(CODE, 0, "{}")) == CODE[CODE.index("\n  for"):CODE.rindex("}")]
     assert found(find_brackets(CODE, 0, "()")) == "int a, char b = ')'"
-    assert found(find_statement_from(CODE, 0)) == 'const char* text = "}";'
-    assert found(find_statement_from(CODE, CODE.index("int f"))) == "g(i);"
-    assert found(find_statement_from(CODE, CODE.index("  return"))) == "return R\"(})\" == text ? 1'000 : '}';"
-    assert find_brackets("a { b", 0, "{}") is find_statement_from("a", 0) is None
+    assert found(find_statement(CODE, 0)) == 'const char* text = "}";'
+    assert found(find_statement(CODE, CODE.index("int f"))) == "g(i);"
+    assert found(find_statement(CODE, CODE.index("  return"))) == "return R\"(})\" == text ? 1'000 : '}';"
+    assert find_brackets("a { b", 0, "{}") is find_statement("a", 0) is None
 
 
 # -----------------------------------------------------------------------------
