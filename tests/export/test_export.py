@@ -246,7 +246,7 @@ def test_an_exported_tokenizer_is_read_back_with_the_same_ids_and_borders(tmp_pa
     for text in (*HEADERS[:9], b"\xff \xe9<|bos|>", "\n\n  x"):
         assert again.encode(text) == shipped.encode(text)
     assert again.special_tokens == shipped.special_tokens and again.losses == ""
-    for name in ("n_vocab", "bos_id", "middle_end", "ends"):
+    for name in ("sha256", "n_vocab", "bos_id", "middle_end", "ends"):
         assert getattr(again, name) == getattr(shipped, name)
     assert again.tokens() == shipped.tokens() and again.token_bytes().equal(shipped.token_bytes())
 
