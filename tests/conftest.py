@@ -208,7 +208,7 @@ def tiny(byte_tokenizer_dir, corpus_dir):
 # The flags of the other model for a run with the flags of `tiny`, whose learning rates are a GPT's
 LLAMA = ("--arch=llama", "--head_dim=32", "--matrix_lr=0.02", "--embedding_lr=0.3", "--unembedding_lr=0.004",
          "--scalar_lr=0.05")
-BOTH_MODELS = pytest.mark.parametrize("model", [(), LLAMA], ids=["gpt", "llama"])
+BOTH_MODELS = pytest.mark.parametrize("model", [(), pytest.param(LLAMA, marks=pytest.mark.slow)], ids=["gpt", "llama"])
 
 
 def add_records(process, run_dir):

@@ -184,7 +184,9 @@ def test_a_tokenizer_without_tokens_for_gaps_lends_some_and_puts_the_suffix_firs
         check_fim("--fim_rate=0.5", made[hub.llama3][2], 64)
 
 
-@pytest.mark.parametrize("make, fim_rate", [(hub.llama2, 0.0), (hub.qwen, 0.5), (hub.smollm2, 0.0), (hub.smollm2, 0.5)])
+@pytest.mark.parametrize("make, fim_rate", [
+    pytest.param(hub.llama2, 0.0, marks=pytest.mark.slow), pytest.param(hub.qwen, 0.5, marks=pytest.mark.slow),
+    pytest.param(hub.smollm2, 0.0, marks=pytest.mark.slow), (hub.smollm2, 0.5)])
 def test_restored_lanes_and_other_ranks_give_the_same_rows(tmp_path, made, make, fim_rate):
     ours = made[make][2]
     texts = [*HEADERS[:30], CONTROL * 9, "e\u0301\u2581x" * 99]

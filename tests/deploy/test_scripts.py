@@ -126,8 +126,8 @@ def test_flags_that_base_train_would_refuse_are_refused(monkeypatch, accelerator
 
 @pytest.mark.parametrize("command, flags, complaint", [
     ("watch.sh nano --zones=us-a --max_usd=1", BAD_BATCH, "999 tokens does not divide"),
-    ("watch.sh nano --zones=us-a --max_usd=1", "--run=d16 --depth=16", None),
-    ("train.sh 192.0.2.1", "--dept=3", "--dept=3 is not a flag"),
+    pytest.param("watch.sh nano --zones=us-a --max_usd=1", "--run=d16 --depth=16", None, marks=pytest.mark.slow),
+    pytest.param("train.sh 192.0.2.1", "--dept=3", "--dept=3 is not a flag", marks=pytest.mark.slow),
     ("train.sh 192.0.2.1", BAD_BATCH, None)])  # the TPU behind an address is not known
 def test_a_dry_run_checks_the_flags_of_the_run(command, flags, complaint):
     if not (DEPLOY.parent / ".venv/bin/python").exists():

@@ -119,7 +119,8 @@ def change(path, meta=None, **weights):
         on_disk.sums_text([path / name for name in (on_disk.MODEL, on_disk.META, on_disk.SOURCE)]))
 
 
-@pytest.mark.parametrize("kind, shard", [*((kind, "1GB") for kind in MODELS), ("qwen2", "20KB")])
+@pytest.mark.parametrize("kind, shard", [
+    ("qwen2", "20KB"), *(pytest.param(kind, "1GB", marks=pytest.mark.slow) for kind in MODELS)])
 def test_import_and_export_give_back_every_bit_and_transformers_logits(tmp_path, base_dir, kind, shard):
     write_model(tmp_path / "model", kind, shard)
     if shard == "20KB":

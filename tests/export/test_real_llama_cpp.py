@@ -67,8 +67,9 @@ def folder_of_tokenizer(name, folder):
 
 
 @pytest.mark.parametrize("name, options", [
-    ("shipped", {"tied_head": False}), ("smollm2", {}), ("qwen", {"qkv_bias": True, "n_head": 2, "n_kv_head": 1}),
-    ("llama3", {"qk_norm": True})])
+    ("smollm2", {}), pytest.param("shipped", {"tied_head": False}, marks=pytest.mark.slow),
+    pytest.param("qwen", {"qkv_bias": True, "n_head": 2, "n_kv_head": 1}, marks=pytest.mark.slow),
+    pytest.param("llama3", {"qk_norm": True}, marks=pytest.mark.slow)])
 def test_ids_completions_and_gaps_are_ours(tmp_path, base_dir, name, options):
     folder = folder_of_tokenizer(name, tmp_path / "tokenizer")
     tokenizer = load_tokenizer(folder)

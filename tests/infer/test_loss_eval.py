@@ -48,7 +48,7 @@ def test_three_bits_for_every_byte_are_three_bits_per_byte(evaluate):
     (smollm2, "// \x02\x04\n"),  # bytes without a token
     (llama3, "// cafe\u0301\n"),
 ])
-@pytest.mark.parametrize("seq_len", [8, 32])
+@pytest.mark.parametrize("seq_len", [8, pytest.param(32, marks=pytest.mark.slow)])
 def test_bytes_are_those_of_the_files_where_a_tokenizer_changes_text(tmp_path, make, line, seq_len):
     text = 50 * line
     pq.write_table(pa.table({"text": [text]}), tmp_path / "shard_00000.parquet")

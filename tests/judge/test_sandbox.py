@@ -11,8 +11,8 @@ from nanochat.common import BadInput, Failure
 from nanochat.judge import sandbox
 from nanochat.judge.judge import Judge
 from nanochat.judge.sandbox import MIB, Limits, Sandbox, need
+from tests.deploy.conftest import eventually
 from tests.judge.hostile import PROGRAMS, SOURCES, program
-from tests.run.life import wait_until
 
 ROOT = Path(__file__).parents[2]
 FILE_BYTES = 16 * MIB + os.getpid()  # by which the processes of these tests are known
@@ -105,10 +105,10 @@ def test_a_program_ends_with_the_process_that_judges_it():
     call = ("from nanochat.judge.sandbox import *; "
             f"Sandbox().run(['sleep', '1000'], Limits(5, 100, 2**30, 65536, file_bytes={FILE_BYTES}))")
     judging = subprocess.Popen([sys.executable, "-c", call], cwd=ROOT)
-    wait_until(processes)
+    eventually(processes)
     judging.kill()
     judging.wait()
-    wait_until(lambda: not processes())
+    eventually(lambda: not processes())
 
 
 def test_a_sandbox_that_fails_itself_is_told_from_its_program(monkeypatch):

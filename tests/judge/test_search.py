@@ -64,6 +64,7 @@ def find(learner, judge, method, tokens=400, calls=100, seed=0, tests="", max_to
     return search
 
 
+@pytest.mark.slow
 def test_the_tree_finds_what_compiles_at_a_budget_at_which_whole_functions_do_not(learner, judge):
     found = {method: [find(learner, judge, method, seed=seed, tokens=300).answer for seed in (0, 100, 200)]
              for method in METHODS}

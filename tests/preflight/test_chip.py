@@ -88,6 +88,7 @@ def test_another_version_is_named(setting, monkeypatch):
 # Checks in processes of their own
 
 
+@pytest.mark.slow
 def test_a_collective_that_drops_a_rank_is_named(setting):
     found = tpu_check.run_limited("collectives", faulty.dropping_collectives, setting, 600)
     assert failed(found)["all-reduce"].breaks == "run"
@@ -95,8 +96,9 @@ def test_a_collective_that_drops_a_rank_is_named(setting):
 
 
 @pytest.mark.parametrize("check, limit_s, what, figure", [
-    (faulty.failing_collectives, 600, "ranks that end", "No ba16c7433 device found"),  # in the runtime's own words
-    (faulty.hanging_collectives, 8, "collectives ends", "hangs"),
+    pytest.param(faulty.failing_collectives, 600, "ranks that end", "No ba16c7433 device found",  # the runtime's words
+                 marks=pytest.mark.slow),
+    pytest.param(faulty.hanging_collectives, 8, "collectives ends", "hangs", marks=pytest.mark.slow),
     (faulty.NotThere(), 600, "collectives ends", "status 1")])
 def test_a_check_that_does_not_start_or_end_is_named(check, limit_s, what, figure, setting):
     (found,) = tpu_check.run_limited("collectives", check, setting, limit_s)
@@ -111,6 +113,7 @@ def test_torch_xla_that_sees_no_chips_is_refused_before_it_spawns(monkeypatch):
         spawn_ranks(print, begin=print)
 
 
+@pytest.mark.slow
 def test_a_kernel_with_a_wrong_sign_does_not_hold(setting):
     found = tpu_check.run_limited("kernels", faulty.kernels_with_wrong_sign, setting, 600)
     assert failed(found).keys() == {"flash, short rows, bfloat16", "flash, short rows, int8"} and len(found) == 5
@@ -118,7 +121,8 @@ def test_a_kernel_with_a_wrong_sign_does_not_hold(setting):
     assert wrong.breaks == "flash" and "attn_q" in wrong.figure
 
 
-@pytest.mark.parametrize("check, is_slow", [(faulty.quick_host, False), (faulty.slow_host, True)])
+@pytest.mark.parametrize("check, is_slow", [
+    pytest.param(faulty.quick_host, False, marks=pytest.mark.slow), (faulty.slow_host, True)])
 def test_a_loader_that_is_slower_than_the_chips_is_named(check, is_slow, setting):
     directory = chip_runs.run_directory(setting, "4_micro_steps")
     directory.mkdir(parents=True)  # slow: 2 ranks, 2 rows of 129 tokens in a tenth of a second

@@ -102,6 +102,7 @@ def test_the_log_says_where_the_hosts_time_goes_and_what_was_compiled_and_why(ma
 ASK = "import sys, torch_xla.debug.profiler as xp; xp.trace('localhost:' + sys.argv[1], sys.argv[2], 500)"
 
 
+@pytest.mark.slow
 def test_a_running_process_gives_a_trace_to_whoever_asks_at_its_port(tmp_path, monkeypatch):
     port = str(free_port())
     monkeypatch.setenv("PROFILE_PORT", port)

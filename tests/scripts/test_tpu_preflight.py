@@ -278,6 +278,7 @@ print(json.dumps([re.findall(rf"([a-z0-9]+)\\[[^=]*? {kind}\\(", text) for kind 
 """
 
 
+@pytest.mark.slow
 def test_int8_gathers_8_bits_along_fsdp_and_exchanges_what_bfloat16_does(traced):
     """Its gradients are fp32. As such, those of 1.88B parameters would travel for longer than their products take."""
     flags = [*TINY, "--kernel=chunked", "--mesh_fsdp=8"]
@@ -311,6 +312,7 @@ for kernel, arguments in ((pallas_attention.forward, [stack] * 3),
 """
 
 
+@pytest.mark.slow
 def test_kernels_are_written_in_the_version_of_mosaic_that_libtpu_reads(traced):
     """libtpu 0.0.21 on a chip refuses version 8, which jaxlib 0.7.1 writes unless it is told not to."""
     assert traced(MOSAIC_VERSIONS, []) == ["version 7 : i64"] * 2

@@ -35,8 +35,8 @@ def mixture(tmp_path, corpus_dir):
     return path
 
 
-@pytest.mark.parametrize("kills", [
-    [(3, 2)], pytest.param([(5, 4), (2, 4), (2, 1)], marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kills", [[(3, 2)], [(5, 4), (2, 4), (2, 1)]])
 def test_a_run_that_is_killed_in_each_stage_and_at_its_edge_resumes_with_the_same_bits(
         train, mixture, tiny, corpus_dir, kills):
     flags = [f"--data_dir={mixture}", "--save_every=1", "--keep_checkpoints=9", "--log_every=1", "--eval_tokens=2048"]

@@ -141,6 +141,7 @@ def hub_model(tmp_path):
         source=zipped(files_of(*qwen())))
 
 
+@pytest.mark.slow
 def test_what_came_with_imported_weights_stays_with_a_run_that_begins_with_them(train, hub_model, tiny, tmp_path):
     """On this machine, whose command need not repeat the start, and on a new one, which has only the mirror."""
     tokenizer, files = load_tokenizer(checkpoint=hub_model), (hub_model / on_disk.SOURCE).read_bytes()
