@@ -27,14 +27,13 @@ from nanochat.common import BadInput  # noqa: E402
 
 
 def main():
-    role, flags = sys.argv[1], sys.argv[sys.argv.index("--") + 1:]
-    settings = read_settings(flags)
+    settings = read_settings(sys.argv[sys.argv.index("--") + 1:])
     check(settings)
     prices = hourly_prices(settings.type, settings.zones, settings.spot, settings.usd_per_hour,
-                           partial(print, file=sys.stderr if role == "dry_run" else sys.stdout, flush=True))
+                           partial(print, file=sys.stderr if settings.dry_run else sys.stdout, flush=True))
     if prices is None and settings.max_usd is not None:
         raise BadInput(f"the price of {settings.type} is not known: give --usd_per_hour")
-    if role == "dry_run":
+    if settings.dry_run:
         return explain(settings, prices or {})
     signal.signal(signal.SIGTERM, on_signal)
     signal.signal(signal.SIGINT, on_signal)

@@ -1,9 +1,6 @@
 """What watch.sh does next: a function of what it knows and of what it has just seen. Nothing is done here."""
-import re
 from dataclasses import replace
 from typing import NamedTuple
-
-from deploy.lib.state import Vm
 
 GONE = ("PREEMPTED", "TERMINATED", "STOPPED")  # states in which nobody can reach the VM's disk any more
 MIRROR_BEHIND_S = 600  # a mirror that is behind for longer is reported
@@ -36,7 +33,7 @@ def decide(settings, state, seen):
         tries.settling = tries.pending = 0
         actions += _with_vm(settings, vm, tries, seen)
     elif seen.state == "STOPPED" and not settings.spot:
-        actions += [("note", f"giving up: somebody stopped {settings.name}"), ("keep", 1)]
+        actions += [("end", 1, f"giving up: somebody stopped {settings.name}, which is kept: delete.sh {settings.name}")]
     elif seen.state in GONE:
         actions += [("replace", seen.state)]
     else:
@@ -130,7 +127,7 @@ def _crashed(how, tries, run):
     return [note, ("restart",)]
 
 
-def _mirror(vm: Vm, run):
+def _mirror(vm, run):
     """Until a mirror that is behind has caught up, the newest checkpoint is on the VM's disk alone."""
     error, text = run.get("mirror_error", ""), ""
     if vm.checkpoint and (error or is_behind(run)):
@@ -145,8 +142,8 @@ def is_behind(run):
 
 
 def number(text):
-    """Returns the whole number of at most 15 digits that a text is, or 0."""
-    return int(text) if re.fullmatch("[0-9]{1,15}", text or "") else 0
+    """Returns the whole number that a field is, or 0 if it is missing: from_vm.py has checked its form."""
+    return int(text or 0)
 
 
 def _because(run):

@@ -13,10 +13,8 @@ RESERVE, HALF, END = 3000, 3300, 3590  # seconds after the creation: the reserve
 
 def start_run(world, *flags, script=()):
     """Starts a run that would go on for hours."""
-    vm = world.vm
-    vm.give_code()
-    (vm.home / ".tpu_env").write_text("export PJRT_DEVICE=TPU\n")
-    world.laptop.run("train.sh", "nano", "--zones=us-a", "--min_free_gb=0", *script, "--", "--run=a", "--data_dir=x",
+    world.vm.prepare()
+    world.laptop.run("train.sh", "nano", "--zones=us-a", "--min_free_gb=0", *script, "--", "--run=a",
                      "--num_iterations=100000", "--step_s=0.2", *flags)
 
 

@@ -2,13 +2,12 @@
 import os
 import re
 import shutil
-import subprocess
 import sys
 
 import pytest
 
 from deploy.lib.settings import FORMS, Refused, read_config, read_flags
-from tests.deploy.conftest import ROOT
+from tests.deploy.conftest import ROOT, run
 
 
 @pytest.fixture
@@ -89,13 +88,6 @@ def test_every_setting_of_the_scripts_and_of_the_example_is_in_the_table():
     example = (ROOT / "deploy/config.env.example").read_text()
     named |= set(re.findall(r"^#(\w+)=", example, re.MULTILINE))
     assert named and named <= set(FORMS)
-
-
-def run(script, *words, root=ROOT, **environment):
-    """Runs a script where there is no config.env."""
-    environment = {**os.environ, "NANOCHAT_DEPLOY_CONFIG": "/nonexistent", **environment}
-    return subprocess.run([root / "deploy" / script, *words], capture_output=True, text=True, env=environment,
-                          timeout=120)
 
 
 def watch(name, *flags, run_flag="--run=d16", **environment):

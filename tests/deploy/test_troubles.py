@@ -124,13 +124,10 @@ def test_an_environment_file_of_windows_with_an_unknown_name_and_a_failure_at_it
 
 
 def test_a_limit_ends_the_run_on_every_host_of_a_pod(laptop):
-    vms = [laptop.vm(f"w{i}") for i in range(2)]
-    for vm in vms:
-        vm.give_code()
-        (vm.home / ".tpu_env").write_text("export PJRT_DEVICE=TPU\n")
+    vms = [laptop.vm(f"w{i}").prepare() for i in range(2)]
     hosts = ",".join(vm.ip for vm in vms)
     laptop.run("train.sh", hosts, "--min_free_gb=0", "--poll_s=0.2", "--max_hours=1", "--", "--run=a",
-               "--synthetic_data=1", "--num_iterations=100000", "--step_s=0.2")
+               "--num_iterations=100000", "--step_s=0.2")
     for vm in vms:
         vm.set_clock(3590)
     eventually(lambda: not any(vm.trainers() for vm in vms))

@@ -152,11 +152,14 @@ def test_a_zone_that_the_table_does_not_know_counts_at_the_dearest_price_and_tha
         catalogue.hourly_prices("v9-8", ("us-a",), True, 1)
 
 
-@pytest.mark.parametrize("flags, usd", [("--usd_per_hour=0", "0.00"), ("--zones=us-west4-a", "2.04"),
-                                        ("--zones=us-west4-a,us-east5-b", "4.80"), ("--zones=nowhere-1-a", "6.24"),
-                                        ("", "6.24"), ("--zones=us-west4-b --on_demand", "9.60")])
-def test_the_price_is_that_of_the_dearest_zone(flags, usd):
-    script = '. deploy/lib/common.sh; parse "" "$@"; facts v5litepod-8; echo "$USD"'
+@pytest.mark.parametrize("flags, facts", [
+    ("--usd_per_hour=0", "8 1 v2-alpha-tpuv5-lite 0.00"), ("--zones=us-west4-a", "8 1 v2-alpha-tpuv5-lite 2.04"),
+    ("--zones=us-west4-a,us-east5-b", "8 1 v2-alpha-tpuv5-lite 4.80"),
+    ("--zones=nowhere-1-a", "8 1 v2-alpha-tpuv5-lite 6.24"), ("", "8 1 v2-alpha-tpuv5-lite 6.24"),
+    ("--zones=us-west4-b --on_demand", "8 1 v2-alpha-tpuv5-lite 9.60"),
+    ("--type=v6e-16", "16 4 v2-alpha-tpuv6e 36.32"), ("--type=v4-32", "16 4 tpu-ubuntu2204-base ")])
+def test_the_shell_knows_the_types_of_tpus_and_the_price_is_that_of_the_dearest_zone(flags, facts):
+    script = '. deploy/lib/common.sh; parse "" "$@"; facts "$TYPE"; echo "$CHIPS $HOSTS $VERSION $USD"'
     result = subprocess.run(["bash", "-c", script, "x", *flags.split()], cwd=ROOT, capture_output=True, text=True, env={
         **os.environ, "NANOCHAT_DEPLOY_CONFIG": "/nonexistent"})
-    assert (result.stdout, result.stderr) == (f"{usd}\n", "")
+    assert (result.stdout, result.stderr) == (f"{facts}\n", "")
