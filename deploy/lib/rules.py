@@ -33,7 +33,7 @@ def decide(settings, state, seen):
         tries.settling = tries.pending = 0
         actions += _with_vm(settings, vm, tries, seen)
     elif seen.state == "STOPPED" and not settings.spot:
-        actions += [("end", 1, f"giving up: somebody stopped {settings.name}, which is kept: delete.sh {settings.name}")]
+        actions += [("end", 1, f"giving up: somebody stopped {settings.name}. It is kept: delete.sh {settings.name}")]
     elif seen.state in GONE:
         actions += [("replace", seen.state)]
     else:

@@ -99,8 +99,8 @@ def test_the_example_of_tpu_env_has_every_variable_that_is_read_each_with_a_comm
 
 @pytest.mark.parametrize("flags", [["--max_usd=50$"], ["--max_usd=5,5"], ["--max_usd=-1"], ["--max_hours=."],
                                    ["--max_usd=5", "--margin_s=10m"], ["--max_usd=5", "--patience=1.5"],
-                                   [], ["--max_usd="],
-                                   ["--max_usd=5", "--type=v6e-x"], ["--max_usd=5", "--type=v5p-8"]])
+                                   [], ["--max_usd="], ["--max_usd=5", "--type=v6e-x"],
+                                   ["--max_usd=5", "--type=v5p-8"], ["--max_usd=5", "--type=v9-8"]])
 def test_watch_does_not_start_without_a_budget_that_is_a_number(flags):
     result = run("watch.sh", "nano", "--zones=us-a", *flags, "--", "--run=a")
     assert result.returncode == 2 and len(result.stderr.splitlines()) == 1, result.stderr

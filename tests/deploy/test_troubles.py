@@ -7,11 +7,8 @@ import time
 
 import pytest
 
-from deploy.lib.calls import Calls
 from deploy.lib.state import State, Vm, steady_time
 from tests.deploy.conftest import ROOT, eventually, train
-from tests.deploy.made_up import World
-from tests.deploy.standin import StandIn
 
 
 def full(*folders):
@@ -51,15 +48,6 @@ def test_a_vm_can_be_deleted_where_no_folder_has_room_for_a_file(laptop, cloud):
     delete = laptop.start("delete.sh", "nano", "--yes", "--zones=us-a", env=env, under=under)
     assert "nano is deleted" in output_of(delete)
     assert not cloud.nodes
-
-
-def test_an_answer_is_whole_though_the_log_has_no_room(tmp_path, monkeypatch):
-    monkeypatch.setattr("deploy.lib.calls.DEPLOY", tmp_path)
-    StandIn.program(tmp_path / "push.sh", "echo state=READY")
-    settings = World(tmp_path).settings
-    (settings.state / "push.log").symlink_to("/dev/full")
-    result = Calls(settings)("push", 20)
-    assert result.status == 0 and result.fields == {"state": "READY"}
 
 
 def test_setting_the_clock_spends_nothing(monkeypatch):
@@ -133,7 +121,3 @@ def test_a_limit_ends_the_run_on_every_host_of_a_pod(laptop):
     eventually(lambda: not any(vm.trainers() for vm in vms))
     one_worker = laptop.run("train.sh", hosts, "--worker=1", "--max_hours=1", "--", "--run=a", status=2)
     assert "leave out --worker" in one_worker
-
-
-def test_what_begins_with_a_dash_is_no_host(laptop):
-    assert "is no HOST" in laptop.run("push.sh", "-oProxyCommand=x", status=2)

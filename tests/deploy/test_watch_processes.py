@@ -11,7 +11,7 @@ import pytest
 
 from deploy import watch
 from deploy.lib import calls, catalogue
-from deploy.lib.calls import TIMED_OUT, Calls, end_orphan
+from deploy.lib.calls import TIMED_OUT, Calls, Result, end_orphan
 from deploy.lib.loop import Loop
 from deploy.lib.state import Journal, State
 from nanochat.common import BadInput
@@ -63,6 +63,19 @@ def test_a_script_that_hangs_is_ended_with_its_children_though_they_ignore_sigte
     result = Calls(settings)("hang", 4)
     assert result.status == TIMED_OUT and result.last_line == "hang.sh gave no answer for 4 s"
     assert not is_running((tmp_path / "child").read_text().strip())
+
+
+def test_output_without_end_neither_fills_the_memory_nor_ends_the_watch(settings, tmp_path):
+    StandIn.program(tmp_path / "push.sh", "exec tr '\\0' x </dev/zero")
+    result = Calls(settings)("push", 100)
+    assert result.status == TIMED_OUT and result.last_line == "push.sh printed without end"
+    assert len(Result(1, "x" * 10**6).last_line) == 500
+
+
+def test_an_answer_is_whole_though_the_log_has_no_room(settings, tmp_path):
+    StandIn.program(tmp_path / "push.sh", "echo state=READY")
+    (settings.state / "push.log").symlink_to("/dev/full")
+    assert Calls(settings)("push", 20) == (0, "state=READY\n")
 
 
 def test_a_process_that_cannot_be_killed_holds_nobody_up():
