@@ -11,13 +11,16 @@ me=$0; while [ -L "$me" ]; do l=$(readlink "$me"); case $l in /*) me=$l ;; *) me
 . "$(dirname "$me")/lib/common.sh" || exit 2
 parse "" "$@"
 settle ""
-format="value[separator='|'](name.basename(),name.segment(-3),$VM_FIELDS)"
+format='value[separator="|"](name.basename(),name.segment(-3),state,health,acceleratorType,schedulingConfig.spot,'
+format+='networkEndpoints[].accessConfig.externalIp.list(),networkEndpoints[].ipAddress.list())'
+line_form="^[a-z0-9-]+[|][a-z0-9-]+[|](UNKNOWN|$STATES)[|][A-Z_]*[|][a-z0-9]+-[0-9]+[|](True|False)?[|]"
+line_form+="${IPS_FORM}[|]$IPS_FORM$"
 tpu - list --format="$format" || { status=4; [ "$(why)" != permanent ] || status=2; die $status "$(complaint)"; }
 while IFS= read -r line; do
-  [ -z "$line" ] || [[ ${line/|UNKNOWN|/|READY|} =~ ^[a-z0-9-]+[|][a-z0-9-]+[|]$VM_FORM ]] || die 4 "$(unreadable)"
+  [ -z "$line" ] || [[ $line =~ $line_form ]] || die 4 "$(unreadable)"
 done <<<"$TPU_OUT"
 total=0 unknown="" found=$TPU_OUT
-while IFS='|' read -r name zone state health _ _ type external internal spot; do
+while IFS='|' read -r name zone state health type spot external internal; do
   facts_of_vm "$type" "$spot" "$zone"
   case $external in "" | *None*) external=$internal ;; esac
   case $state in STOPPED | PREEMPTED | TERMINATED) USD=0 ;; esac

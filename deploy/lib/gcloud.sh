@@ -78,27 +78,27 @@ tpu() {
   TPU_ERR=$(printf '%s\n' "$both" | sed -n 's/^! //p')
   return $status
 }
-# gcloud prints these FIELDS of a VM in this FORM. Anything else, such as the page of a proxy, says nothing about the VM.
-VM_FIELDS="state,health,id,createTime,acceleratorType,networkEndpoints[].accessConfig.externalIp.list(),"
-VM_FIELDS+="networkEndpoints[].ipAddress.list(),schedulingConfig.spot"
+# What gcloud prints of a VM has this form. Anything else, such as the page of a proxy, says nothing about the VM.
 STATES="CREATING|READY|RESTARTING|REIMAGING|DELETING|REPAIRING|STOPPED|STOPPING|STARTING|PREEMPTED|TERMINATED"
 STATES="$STATES|HIDING|HIDDEN|UNHIDING"
-VM_FORM="($STATES)[|][A-Z_]*[|][0-9]+[|][0-9TZ:.-]*[|][a-z0-9]+-[0-9]+([|][0-9a-fA-FNone:.,]*){2}[|](True|False)?$"
+IPS_FORM="[0-9a-fA-FNone:.,]*"
+VM_FORM="^($STATES)[|][A-Z_]*[|][0-9]+[|][0-9TZ:.-]*[|][a-z0-9]+-[0-9]+[|]${IPS_FORM}[|]${IPS_FORM}[|](True|False)?$"
 # unreadable says in one line what gcloud printed instead.
 unreadable() { echo "gcloud's answer is none${TPU_OUT:+: $(printf '%s' "$TPU_OUT" | LC_ALL=C tr -c ' -~' ' ' |
   cut -c 1-80)}"; }
 # lookup NAME sets VM_STATE to the state that the API reports, to absent (NOT_FOUND in every zone), or to unknown
 # (VM_ERROR says why; VM_PERMANENT is 1 if no waiting mends that), and the other VM_ variables if the VM exists.
 lookup() {
-  local zone reason external internal
+  local zone reason external internal format='value[separator="|"](state,health,id,createTime,acceleratorType,'
+  format+='networkEndpoints[].accessConfig.externalIp.list(),networkEndpoints[].ipAddress.list(),schedulingConfig.spot)'
   check_name "$1"
   settle "$1"
   [ -n "$ZONES" ] || die 2 "--zones is not set: give the flag or write deploy/config.env"
   VM_STATE=absent VM_HEALTH="" VM_ZONE="" VM_ID="" VM_CREATED="" VM_TYPE="" VM_IPS="" VM_SPOT="" VM_ERROR=""
   VM_PERMANENT=""
   for zone in $(printf %s "$ZONES" | tr , ' '); do
-    if tpu "$zone" describe "$1" --format="value[separator='|']($VM_FIELDS)"; then
-      [[ $TPU_OUT =~ ^$VM_FORM ]] || { VM_STATE=unknown VM_ERROR="$zone: $(unreadable)"; continue; }
+    if tpu "$zone" describe "$1" --format="$format"; then
+      [[ $TPU_OUT =~ $VM_FORM ]] || { VM_STATE=unknown VM_ERROR="$zone: $(unreadable)"; continue; }
       IFS='|' read -r VM_STATE VM_HEALTH VM_ID VM_CREATED VM_TYPE external internal VM_SPOT \
         < <(printf '%s\n' "$TPU_OUT")
       VM_ZONE=$zone VM_IPS=$external VM_ERROR="" VM_PERMANENT=""

@@ -1,4 +1,5 @@
 """What watch.sh does next: a function of what it knows and of what it has just seen. Nothing is done here."""
+import re
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -142,8 +143,8 @@ def is_behind(run):
 
 
 def number(text):
-    """Returns the whole number that a field is, or 0 if it is missing: from_vm.py has checked its form."""
-    return int(text or 0)
+    """Returns the whole number of at most 15 digits that a text is, or 0."""
+    return int(text) if re.fullmatch("[0-9]{1,15}", text or "") else 0
 
 
 def _because(run):

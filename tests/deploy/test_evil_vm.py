@@ -11,7 +11,7 @@ from deploy.lib.from_vm import LARGEST, Refused, printable, read_fields, receive
 from deploy.lib.state import Journal, State, Tries, Vm
 from deploy.watch import make_private
 from tests.deploy.conftest import run
-from tests.deploy.made_up import World
+from tests.deploy.made_up import World, polls
 
 BEGIN = "-- nanochat begins --"
 GOOD = "state=running\nrun=a\nsteps=1/5\ncheckpoint=step_000005\nmirror=gs://x\nmirrored=step_000001\ndisk=9\n"
@@ -112,9 +112,17 @@ def test_escapes_are_escapes_in_the_journal_too(tmp_path, capsys):
     assert printable("ä → 1\n\t") == "ä → 1\n\t"
 
 
+@pytest.mark.parametrize("name", ["checkpoint_bytes", "log_age_s", "mirror_behind_s"])
+def test_a_number_without_end_ends_no_watch(tmp_path, name):
+    world = World(tmp_path)
+    world.run |= {name: "9" * 400}
+    polls(loop := world.loop(), 3)
+    assert world.state.vm.checkpoint_bytes in (0, 1000)
+    assert loop.reserve_s() < 10_000 and "delete" not in world.done
+
+
 def test_fields_out_of_bounds_are_as_missing_ones():
-    numbers = "".join(f"{name}={'9' * 400}\n" for name in ("disk", "checkpoint_bytes", "log_age_s", "checkpoint_age"))
-    fields = read_fields(f"run=../x\nstate=a\n{numbers}mirror_behind_s=08\ncheckpoint=delete.sh\nother=1\n"
+    fields = read_fields(f"run=../x\nstate=a\ndisk={'9' * 400}\nmirror_behind_s=08\ncheckpoint=delete.sh\nother=1\n"
                          f'record={{"loss": 1e999, "step": {"9" * 400}, "mfu": true, "tokens_per_s": 5}}\n')
     assert fields == {"mirror_behind_s": "8", "tokens_per_s": "5"}
     for record in ("[" * 100_000, "[1]", "9" * 5000, '{"step": NaN}'):

@@ -5,7 +5,6 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import suppress
 
 import pytest
 
@@ -51,8 +50,10 @@ def is_running(pid):
 
 
 def test_a_call_passes_settings_on_and_the_key_to_setup_only(settings):
-    call = Calls(settings)
+    records = []
+    call = Calls(settings, record=lambda *which: records.append(which))
     result = call("setup", 60, "--wait_s=9")
+    assert [script for script, group in records] == ["setup.sh", ""] and records[0][1] > 0 == records[1][1]
     assert result.status == 3 and "args nano --type=v6e-4 --wait_s=9\n" in result.output
     assert result.fields["WANDB_API_KEY"] == "key" and "secret" not in result.output
     assert "WANDB_API_KEY" not in call("push", 60).fields
@@ -107,22 +108,13 @@ def test_a_script_that_cannot_be_started_is_an_answer_and_no_end_of_the_watch(se
 
 def test_a_script_that_a_killed_watch_left_behind_is_ended_and_another_process_is_not(
         settings, tmp_path, monkeypatch):
-    journal = Journal(tmp_path, "nano")
-    loop = Loop(settings, State(counted_at=time.time()), journal, {}, None)
-    call = Calls(settings, loop.wait, loop.record)
-
-    def be_killed(*_):
-        raise KeyboardInterrupt  # which leaves the record and the script
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(calls, "end_group", be_killed)
-        call("hang", 1)
-    state = State.load(settings.state / "state.json", 0)
-    group, child = state.group, eventually(lambda: (tmp_path / "child").read_text().strip())
-    Loop(settings, state, journal, {}, None).end_orphan()
-    assert not is_running(child) and not state.group and "hang.sh" in journal.path.read_text()
-    with suppress(ChildProcessError):  # Popen has reaped it
-        os.waitpid(group, 0)
+    journal, child = Journal(tmp_path, "nano"), tmp_path / "child"
+    left_behind = subprocess.Popen([tmp_path / "hang.sh", "nano"], start_new_session=True)
+    eventually(lambda: child.exists() and child.read_text())
+    loop = Loop(settings, State(script="hang.sh", group=left_behind.pid), journal, {}, None)
+    loop.end_orphan()
+    assert not is_running(child.read_text().strip()) and not loop.state.group and "hang.sh" in journal.path.read_text()
+    left_behind.wait()
     stranger = subprocess.Popen(["sh", "-c", "sleep 60; : an editor with nano.txt"], start_new_session=True)
     assert not end_orphan(settings, "hang.sh", stranger.pid) and stranger.poll() is None  # as after a reboot
     StandIn.program(tmp_path / "ps", "printf '1 \\377\\n'")

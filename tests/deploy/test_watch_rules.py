@@ -151,7 +151,7 @@ def test_a_line_about_a_crash_ends_with_a_reason_or_with_nothing(world, error, e
     assert f"the run killed at step 00100/00500 {end}" in world.text()
 
 
-@pytest.mark.parametrize("in_bucket, is_lost", [("step_000300", False), ("step_000100", True), ("", True)])
+@pytest.mark.parametrize("in_bucket, is_lost", [("step_000300", False), ("step_000100", True), ("", True), ("x", True)])
 def test_what_the_bucket_has_is_not_said_to_be_on_the_disk_alone(world, in_bucket, is_lost):
     world.settings = replace(world.settings, flags=("--run=d16", "--checkpoint_mirror", "gs://b/x"))
     loop = world.loop()
