@@ -14,19 +14,18 @@ me=$0; while [ -L "$me" ]; do l=$(readlink "$me"); case $l in /*) me=$l ;; *) me
 . "$(dirname "$me")/lib/common.sh" || exit 2
 WORKER=0 TO=""
 parse "TO" "$@"
-resolve ${ARGS[@]+"${ARGS[@]}"}
+resolve
 TO=${TO:-check.${ARGS[0]:-$NAME}}
 [ ! -e "$TO" ] || die 2 "--to=$TO exists: move it, or name another folder"
 
-script <<'END'
+script CHECK <<'END'
 load_env
-running && { echo "a run is running: $(current); stop_run.sh ends it" >&2; exit 6; }
-cd ~/nanochat 2>/dev/null || { echo "no code on this VM: push.sh first" >&2; exit 2; }
-[ -x "$D/venv/bin/python" ] || { echo "packages are missing: setup.sh first" >&2; exit 2; }
+! running || fail "a run is running: $(current); stop_run.sh ends it" 6
+cd ~/nanochat 2>/dev/null || fail "no code on this VM: push.sh first" 2
+[ -x "$D/venv/bin/python" ] || fail "packages are missing: setup.sh first" 2
 exec flock -n "$D/run.lock" "$D/venv/bin/python" -u -m scripts.tpu_check --out_dir="$D" "$@"
 END
-CHECK=$SCRIPT
-script <<'END'
+script SEND <<'END'
 cd "$D/check"
 for name in check.json check.toml; do
   [ ! -f "$name" ] || { echo "$(stat -c %s "$name") $name"; cat "$name"; }
@@ -37,7 +36,7 @@ status=0
 vm 0 "$CHECK" ${FLAGS[@]+"${FLAGS[@]}"} || status=$?
 case $status in 0 | 1 | 3) ;; *) exit $status ;; esac
 READ=(files "$TO" check.json check.toml)
-retry vm 0 "$SCRIPT"
+retry vm 0 "$SEND"
 CHIPS=${NANOCHAT_BASE_DIR:-$HOME/.cache/nanochat}/chips  # where tpu_preflight looks
 [ ! -f "$TO/check.json" ] || { mkdir -p "$CHIPS"; cp "$TO/check.json" "$CHIPS/${TO##*/}.json"; }
 say "what it found is in $TO"

@@ -128,13 +128,12 @@ for zone in $(printf %s "$ZONES" | tr , ' '); do
   case $REASON in
     auth) die 4 "credentials refused (gcloud auth login): $(complaint)" ;;
     quota) reason="no quota: $(complaint)" ;;
-    stockout) reason="no capacity" ;;
-    permanent | other | not_found) reason=$(complaint) ;;
-    *) reason=$REASON ;;
+    permanent) reason=$(complaint) refused="$zone: $(complaint)" ;;
+    stockout) reason="no capacity" seen=1 ;;
+    other | not_found) reason=$(complaint) seen=1 ;;
+    *) reason=$REASON seen=1 ;;
   esac
   say "$zone: $reason"
-  [ "$REASON" != permanent ] || refused="$zone: $reason"
-  case $REASON in quota | permanent) ;; *) seen=1 ;; esac
 done
 [ -z "$DRY_RUN" ] || exit 0
 [ -z "$refused" ] || [ -n "$seen" ] || die 2 "$refused"

@@ -16,13 +16,12 @@ me=$0; while [ -L "$me" ]; do l=$(readlink "$me"); case $l in /*) me=$l ;; *) me
 . "$(dirname "$me")/lib/common.sh" || exit 2
 NO_TOKENIZER=""
 parse "NO_TOKENIZER" "$@"
-resolve ${ARGS[@]+"${ARGS[@]}"}
+resolve
 case $BUCKET in gs://?*) ;; *) die 2 "--bucket must be gs://…, but is '$BUCKET'" ;; esac
 
-script <<'END'
+script COPY <<'END'
 load_env
 bucket=${1%/} no_tokenizer=$2
-fail() { echo "$1" >&2; exit "${2:-1}"; }
 exec 9>"$D/data.lock"; flock -w 5 9 || fail "another data.sh is running on this VM" 6
 copy() { # copy FOLDER TO
   local folder=$1
@@ -45,5 +44,5 @@ fi
 echo "$(hostname): data and tokenizer are complete under $BASE"
 END
 
-get() { retry vm "$1" "$SCRIPT" "$BUCKET" "$NO_TOKENIZER"; }
+get() { retry vm "$1" "$COPY" "$BUCKET" "$NO_TOKENIZER"; }
 each get

@@ -13,9 +13,7 @@ YES="" VM_ID=""
 parse "YES VM_ID" "$@"
 take_name
 wanted=$VM_ID
-settle "$NAME"
-given ZONES || ZONES=$(all_zones)
-lookup "$NAME"
+find_vm "$NAME"
 zones=$VM_ZONE  # gcloud need not say where the VM is: it is deleted in every zone in which it may be
 [ -n "$zones" ] || zones=$(printf %s "$ZONES" | tr , ' ')
 [ "$VM_STATE:$REMEMBERED" != unknown: ] || cannot_tell "$NAME"
@@ -49,11 +47,11 @@ for zone in $zones; do
     esac
   fi
 done
-was=$VM_STATE error=$VM_ERROR permanent=$VM_PERMANENT
+was=$VM_STATE
 lookup "$NAME"  # gcloud confirms it
 case $VM_STATE in
   absent) for zone in $zones; do forget "$NAME" "$zone"; done ;;
-  unknown) [ -n "$deleted" ] || { VM_ERROR=$error VM_PERMANENT=$permanent; cannot_tell "$NAME"; }
+  unknown) [ -n "$deleted" ] || cannot_tell "$NAME"
     die 4 "$NAME is deleted as far as gcloud's operation says, and not yet confirmed: $VM_ERROR" ;;
   *) die 1 "$NAME is NOT deleted: it is $VM_STATE in $VM_ZONE" ;;
 esac

@@ -16,21 +16,20 @@ TO=$ROOT/checkpoints ALL="" NO_CHECKPOINTS="" WORKER=0 VM_IPS="" VM_ID=""
 parse "TO ALL NO_CHECKPOINTS VM_IPS VM_ID" "$@"
 [ ${#ARGS[@]} -lt 3 ] || die 2 "one run at a time, and not ${ARGS[*]}"
 RUN=${ARGS[1]:-}
-if [ -n "$VM_IPS" ]; then aim; else resolve ${ARGS[0]:+"${ARGS[0]}"}; fi
+if [ -n "$VM_IPS" ]; then aim; else ARGS=(${ARGS[0]:+"${ARGS[0]}"}); resolve; fi
 run_on_vm() { local READ=(only run); limited 120 retry vm 0 'current'; }
 RUN=${RUN:-$(run_on_vm)}
 case $RUN in .* | -* | *[!A-Za-z0-9._-]*) die 2 "$RUN is no name of a run: only letters, digits, . - and _" ;; esac
 [ -n "$RUN" ] || die 1 "no run was started on this VM; name an older one: fetch.sh HOST RUN"
 
-script <<'END'
+script LIST <<'END'
 load_env
-cd "$BASE/checkpoints/$1" 2>/dev/null || { echo "no run $1 in $BASE/checkpoints" >&2; exit 1; }
+cd "$BASE/checkpoints/$1" 2>/dev/null || fail "no run $1 in $BASE/checkpoints"
 checkpoints . | { [ -n "$2" ] && cat || tail -n 1; } |
   while read -r step; do (cd "$step" 2>/dev/null && echo "$step $(eval "$3")") || true; done
 END
-LIST=$SCRIPT
 
-script <<'END'
+script SEND <<'END'
 load_env
 cd "$BASE/checkpoints/$1"
 log=$D/runs/$1.log
@@ -45,7 +44,6 @@ for name in "$@"; do
 done
 echo end
 END
-SEND=$SCRIPT
 
 # Prints a checksum of the small files of a checkpoint, here and on the VM: they say which run it is from.
 SUM="find . -type f -size -2048 -exec cksum {} + | LC_ALL=C sort -k 3 | cksum | tr -d ' '"

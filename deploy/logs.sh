@@ -9,20 +9,20 @@ me=$0; while [ -L "$me" ]; do l=$(readlink "$me"); case $l in /*) me=$l ;; *) me
 . "$(dirname "$me")/lib/common.sh" || exit 2
 TAIL=50 WORKER=0
 parse "TAIL" "$@"
-resolve ${ARGS[@]+"${ARGS[@]}"}
+resolve
 
-script <<'END'
+script FOLLOW <<'END'
 run=$(current) pid=$(cat "$D/runs/pid" 2>/dev/null || echo 999999999)
-[ -n "$run" ] || { echo "no run was started on this VM" >&2; exit 1; }
+[ -n "$run" ] || fail "no run was started on this VM"
 tail -s 0.5 -n "$1" -F --pid="$pid" "$D/runs/$run.log" 2>/dev/null
-ended 30 || { echo "run $run: its main process ended, others still run; stop_run.sh --kill ends them" >&2; exit 1; }
-status=$(cat "$D/runs/$run.exit" 2>/dev/null) || { echo "run $run was killed, or the VM restarted" >&2; exit 1; }
+ended 30 || fail "run $run: its main process ended, others still run; stop_run.sh --kill ends them"
+status=$(cat "$D/runs/$run.exit" 2>/dev/null) || fail "run $run was killed, or the VM restarted"
 echo "run $run ended with status $status" >&2
 exit "$status"
 END
-if [ ${#TARGETS[@]} = 1 ]; then vm 0 "$SCRIPT" "$TAIL"; exit; fi
+if [ ${#TARGETS[@]} = 1 ]; then vm 0 "$FOLLOW" "$TAIL"; exit; fi
 # shellcheck disable=SC2317,SC2329  # first_of calls it by name, and itself names the workers other than 0
 follow() {
-  if [ "$1" = 0 ]; then vm 0 "$SCRIPT" "$TAIL" 2>&1 | sed 's/^/[worker 0] /'; else vm "$1" "$SCRIPT" "$TAIL"; fi
+  if [ "$1" = 0 ]; then vm 0 "$FOLLOW" "$TAIL" 2>&1 | sed 's/^/[worker 0] /'; else vm "$1" "$FOLLOW" "$TAIL"; fi
 }
 LAST_LINES_S=5 first_of follow

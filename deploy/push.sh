@@ -18,7 +18,7 @@ me=$0; while [ -L "$me" ]; do l=$(readlink "$me"); case $l in /*) me=$l ;; *) me
 . "$(dirname "$me")/lib/common.sh" || exit 2
 MAX_BYTES=50000000
 parse "" "$@"
-resolve ${ARGS[@]+"${ARGS[@]}"}
+resolve
 need_room
 
 cd "$ROOT"
@@ -76,14 +76,14 @@ if [ $bytes -gt $MAX_BYTES ]; then
   die 2 "$bytes bytes of code, more than $MAX_BYTES: move the largest, listed above, out of these folders"
 fi
 
-script <<'END'
+script UNPACK <<'END'
 name=$1 sum=$2 new=$D/releases/$1 part=$D/releases/part.$$
 trap 'rm -rf "$part" "$part.tgz"' EXIT
 mkdir -p "$D/releases"
-cat >"$part.tgz" || { echo "cannot store the code: is the disk full? The old code is untouched" >&2; exit 1; }
-[ "$(sha256sum <"$part.tgz")" = "$sum  -" ] || { echo "wrong checksum: the transfer was interrupted" >&2; exit 1; }
+cat >"$part.tgz" || fail "cannot store the code: is the disk full? The old code is untouched"
+[ "$(sha256sum <"$part.tgz")" = "$sum  -" ] || fail "wrong checksum: the transfer was interrupted"
 mkdir "$part"
-tar -xzf "$part.tgz" -C "$part" || { echo "cannot unpack: is the disk full? The old code is untouched" >&2; exit 1; }
+tar -xzf "$part.tgz" -C "$part" || fail "cannot unpack: is the disk full? The old code is untouched"
 echo "$name" >"$part/COMMIT"
 ln -s "$D/venv" "$part/.venv"; ln -s ~/.tpu_env "$part/.tpu_env"
 [ -d "$new" ] || mv "$part" "$new"
@@ -96,6 +96,6 @@ echo "$(hostname): ~/nanochat is now $name"
 ! running || echo "the running run keeps its old code until it is started again"
 END
 
-send() { vm "$1" "$SCRIPT" "$commit-${sum%"${sum#????????}"}" "$sum" <"$TMP/code.tgz"; }
+send() { vm "$1" "$UNPACK" "$commit-${sum%"${sum#????????}"}" "$sum" <"$TMP/code.tgz"; }
 send_again() { retry send "$1"; }
 each send_again

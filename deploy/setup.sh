@@ -17,7 +17,7 @@ me=$0; while [ -L "$me" ]; do l=$(readlink "$me"); case $l in /*) me=$l ;; *) me
 . "$(dirname "$me")/lib/common.sh" || exit 2
 parse "" "$@"
 given TYPE || TYPE=""  # the type in config.env may be that of another VM
-resolve ${ARGS[@]+"${ARGS[@]}"}
+resolve
 
 key=${WANDB_API_KEY:-}
 [ -z "$WANDB_KEY_FILE" ] || key=$(head -n 1 "$WANDB_KEY_FILE") || die 2 "cannot read --wandb_key_file $WANDB_KEY_FILE"
@@ -25,7 +25,7 @@ key=${key//[[:space:]]/}  # a file from Windows ends its lines with CR LF
 chips=0 TYPE=${VM_TYPE:-$TYPE}
 if [ -n "$TYPE" ]; then facts "$TYPE"; chips=$((CHIPS / HOSTS)); fi
 
-script <<'END'
+script SET_UP <<'END'
 project=$1 expected=$2 files=$D/setup venv=$D/venv
 IFS= read -r key
 mkdir -p "$files"; tar -xf - -C "$files"
@@ -43,7 +43,7 @@ if ! python=$(usable python3.11 python3.12); then
   $sudo apt-get -q -o DPkg::Lock::Timeout=300 update >"$files/apt.log" 2>&1 &&
     $sudo apt-get -q -y -o DPkg::Lock::Timeout=300 install python3.11 python3.11-venv >>"$files/apt.log" 2>&1 || true
   python=$(usable python3.11 python3.10) ||
-    { tail -n 3 "$files/apt.log" >&2; echo "cannot install Python 3.11, and there is no 3.10 to 3.12" >&2; exit 1; }
+    { tail -n 3 "$files/apt.log" >&2; fail "cannot install Python 3.11, and there is no 3.10 to 3.12"; }
 fi
 "$python" -c 'import sys
 try: import tomllib
@@ -74,18 +74,17 @@ keep WANDB_API_KEY "$key"
 
 running && { echo "the chips are not counted, because a run is using them"; exit 0; }
 load_env
-[ "${PJRT_DEVICE:-}" = TPU ] || { echo "PJRT_DEVICE is not TPU in ~/.tpu_env" >&2; exit 1; }
+[ "${PJRT_DEVICE:-}" = TPU ] || fail "PJRT_DEVICE is not TPU in ~/.tpu_env"
 count='import torch_xla.runtime as xr; print(xr.addressable_runtime_device_count())'
 seen=$(timeout 300 "$D/venv/bin/python" -c "$count" 2>"$D/setup/devices.log" | tail -n 1) || seen=0
 if [ "$seen" = 0 ] || { [ "$expected" != 0 ] && [ "$seen" != "$expected" ]; }; then
   tail -n 3 "$D/setup/devices.log" >&2
-  echo "torch_xla sees $seen chips, $expected expected: docs/troubleshooting.md lists the causes" >&2
-  exit 1
+  fail "torch_xla sees $seen chips, $expected expected: docs/troubleshooting.md lists the causes"
 fi
 echo "$seen" >"$D/chips"
 echo "$(hostname): torch_xla sees $seen chips; ready"
 END
 # The key comes first, on stdin, and then the files.
 send() { { printf '%s\n' "$key"; tar -cf - -C "$ROOT" pyproject.toml .tpu_env.example; } | vm "$@"; }
-setup() { retry send "$1" "$SCRIPT" "$WANDB_PROJECT" "$chips"; }
+setup() { retry send "$1" "$SET_UP" "$WANDB_PROJECT" "$chips"; }
 each setup

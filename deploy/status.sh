@@ -28,7 +28,7 @@ seconds() { date -u -d "$1" +%s 2>/dev/null || date -u -j -f %Y-%m-%dT%H:%M:%S "
 
 vm_line() { # prints what gcloud says of the VM of this name
   local hours=0
-  lookup "$1"
+  find_vm "$1"
   printf '%s  %s' "$1" "$VM_STATE"
   [ "$VM_STATE" != unknown ] || printf ' (%s)' "$VM_ERROR"
   case $VM_STATE in
@@ -85,8 +85,9 @@ run_lines() {
 }
 
 status=0
+VM_IPS=$HOST VM_ID=""
 if is_vm "$HOST"; then vm_line "$HOST" || exit; else echo "$HOST"; fi
-resolve "$HOST"
+aim
 run_lines || status=$?
 other_workers || status=$?
 exit $status

@@ -12,12 +12,12 @@
 #   --worker N|all             which VM of a pod (default all)
 me=$0; while [ -L "$me" ]; do l=$(readlink "$me"); case $l in /*) me=$l ;; *) me=$(dirname "$me")/$l ;; esac; done
 . "$(dirname "$me")/lib/common.sh" || exit 2
-WAIT_S=000 KILL="" VM_IPS="" VM_ID=""
+WAIT_S="" KILL="" VM_IPS="" VM_ID=""
 parse "KILL VM_IPS VM_ID" "$@"
-[ "$WAIT_S" != 000 ] || WAIT_S=$([ -n "$KILL" ] && echo 120 || echo 1900)  # it was not given
-if [ -n "$VM_IPS" ]; then aim; else resolve ${ARGS[@]+"${ARGS[@]}"}; fi
+[ -n "$WAIT_S" ] || WAIT_S=$([ -n "$KILL" ] && echo 120 || echo 1900)
+if [ -n "$VM_IPS" ]; then aim; else resolve; fi
 
-script <<'END'
+script STOP <<'END'
 wait_s=$1 kill=$2 run=$(current) deadline=$(($(date +%s) + $1))
 where() { # prints the newest whole checkpoint, and where it is
   local seen newest
@@ -37,12 +37,11 @@ while left=$((deadline - $(date +%s))); ! ended $((left > 20 ? 20 : left > 0 ? l
   echo "run $run saves its state and waits for its mirror, $left s at most; $(where)"
 done
 if running; then
-  [ -n "$kill" ] ||
-    { echo "run $run has not ended after $wait_s s; --kill ends it without a checkpoint; $(where)" >&2; exit 1; }
+  [ -n "$kill" ] || fail "run $run has not ended after $wait_s s; --kill ends it without a checkpoint; $(where)"
   kill -KILL -- "-$(tr -d ' ' <"$D/runs/pgid")"
-  ended 10 || { echo "cannot kill run $run" >&2; exit 1; }
+  ended 10 || fail "cannot kill run $run"
 fi
 echo "run $run ended with status $(cat "$D/runs/$run.exit" 2>/dev/null || echo killed); $(where)"
 END
-stop() { retry vm "$1" "$SCRIPT" "$WAIT_S" "$KILL"; }
+stop() { retry vm "$1" "$STOP" "$WAIT_S" "$KILL"; }
 each stop

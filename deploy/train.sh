@@ -19,7 +19,7 @@ me=$0; while [ -L "$me" ]; do l=$(readlink "$me"); case $l in /*) me=$l ;; *) me
 . "$(dirname "$me")/lib/common.sh" || exit 2
 MIN_FREE_GB=20 AGAIN="" MAX_HOURS="" MARGIN_S=600 VM_ZONE=""
 parse "AGAIN MIN_FREE_GB MAX_HOURS MARGIN_S DRY_RUN" "$@"
-resolve ${ARGS[@]+"${ARGS[@]}"}
+resolve
 [ -z "$MAX_HOURS" ] || [ "$WORKER" = all ] || die 2 "--max_hours is for all workers: leave out --worker"
 [ -z "$AGAIN" ] || [ ${#FLAGS[@]} = 0 ] || die 2 "--again repeats the last command: leave out ${FLAGS[*]}"
 [ -n "$AGAIN" ] || [ ${#FLAGS[@]} -gt 0 ] || die 2 "the run has no flags: train.sh HOST -- --run=NAME …, or --again"
@@ -30,9 +30,8 @@ if [ -n "$DRY_RUN" ]; then
   [ -z "$MAX_HOURS" ] || say "the VM ends the run after $MAX_HOURS hours${VM_ZONE:+ and deletes itself}"
   exit 0
 fi
-script <<'END'
+script CHECK <<'END'
 next=$D/runs/start.$1 again=$2 min_free_gb=$3; shift 3
-fail() { echo "$1" >&2; exit "${2:-1}"; }
 code=$(cd -P ~/nanochat 2>/dev/null && pwd) || fail "no code on this VM: push.sh first"
 [ -x "$D/venv/bin/python" ] && [ -f ~/.tpu_env ] || fail "packages or ~/.tpu_env are missing: setup.sh first"
 running && fail "another run is running: $(current), process $(cat "$D/runs/pid"); stop_run.sh ends it" 6
@@ -81,9 +80,8 @@ printf '%q ' "$@" >"$next/flags"
   printf 'exec %q -u -m scripts.base_train' "$D/venv/bin/python"; printf ' %q' "$@" $device; echo; } >"$next/command"
 tail -n 1 "$next/command"
 END
-CHECK=$SCRIPT
 
-script <<'END'
+script START <<'END'
 [ -z "${2:-}" ] || set_limit "${@:2}"  # first: no run starts without its limit
 cd "$D/runs"
 setsid -f flock -w 3 "$D/run.lock" bash -c '
@@ -95,28 +93,25 @@ setsid -f flock -w 3 "$D/run.lock" bash -c '
   echo "$1" >token; rm -r "$1"
   bash "$run.command" >>"$run.log" 2>&1; echo $? >"$run.exit"' bash "start.$1" </dev/null >/dev/null 2>&1
 for _ in $(seq 25); do [ ! -d "start.$1" ] && [ -s pid ] && exit 0; sleep 0.2; done
-rm -r "start.$1"; echo "another run is running: $(current)" >&2; exit 6
+rm -r "start.$1"; fail "another run is running: $(current)" 6
 END
-START=$SCRIPT
 
-script <<'END'
+script FOLLOW <<'END'
 run=$D/runs/$(current) pid=$(cat "$D/runs/pid")
 timeout "$1" tail -s 0.3 -F --pid="$pid" -c "+$(($(cat "$D/runs/offset") + 1))" "$run.log" 2>/dev/null |
   if [ "$2" = 0 ]; then sed -u '/^step /q'; else cat >/dev/null; fi || true
 if kill -0 "$pid" 2>/dev/null; then
   [ "$2" != 0 ] || echo "the run continues in the background: logs.sh and status.sh show it, stop_run.sh ends it"
 else
-  ended 30 || { echo "its main process ended, others still run: stop_run.sh --kill ends them" >&2; exit 1; }
+  ended 30 || fail "its main process ended, others still run: stop_run.sh --kill ends them"
   echo "the run ended with status $(cat "$run.exit"): $(tail -n 1 "$run.log")"
   exit "$(cat "$run.exit")"
 fi
 END
-FOLLOW=$SCRIPT
 
-script <<'END'
+script STOP <<'END'
 [ "$(cat "$D/runs/token")" != "start.$1" ] || stop_run 60  # only the run that this command started
 END
-STOP=$SCRIPT
 START="$(cat "$LIB/limit.sh")
 $START"
 token=$$.$RANDOM limit=()

@@ -20,6 +20,7 @@ if not __package__:  # watch.sh runs this file
 
 from deploy.lib.calls import Calls  # noqa: E402
 from deploy.lib.catalogue import hourly_prices  # noqa: E402
+from deploy.lib.from_vm import RUN  # noqa: E402
 from deploy.lib.loop import Loop, ToldToStop  # noqa: E402
 from deploy.lib.settings import read_settings  # noqa: E402
 from deploy.lib.state import Journal, State, open_private, replace_file, steady_time  # noqa: E402
@@ -27,14 +28,13 @@ from nanochat.common import BadInput  # noqa: E402
 
 
 def main():
-    role, flags = sys.argv[1], sys.argv[sys.argv.index("--") + 1:]
-    settings = read_settings(flags)
+    settings = read_settings(sys.argv[sys.argv.index("--") + 1:])
     check(settings)
     prices = hourly_prices(settings.type, settings.zones, settings.spot, settings.usd_per_hour,
-                           partial(print, file=sys.stderr if role == "dry_run" else sys.stdout, flush=True))
+                           partial(print, file=sys.stderr if settings.dry_run else sys.stdout, flush=True))
     if prices is None and settings.max_usd is not None:
         raise BadInput(f"the price of {settings.type} is not known: give --usd_per_hour")
-    if role == "dry_run":
+    if settings.dry_run:
         return explain(settings, prices or {})
     signal.signal(signal.SIGTERM, on_signal)
     signal.signal(signal.SIGINT, on_signal)
@@ -72,7 +72,7 @@ def keep_config(settings):
 
 def check(settings):
     """Refuses a run whose name is not known or cannot be that of a folder, and a budget or patience of nothing."""
-    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}", settings.run):
+    if not re.fullmatch(RUN, settings.run):
         raise BadInput(f"--run={settings.run}: only letters, digits, . - and _, at most 100, and no . or - first")
     if settings.flag("__config") and not settings.flag("__run"):
         raise BadInput("--config may name a run: give --run as a flag, too")

@@ -51,4 +51,4 @@ for setting in $NAMES; do
 done
 [ -z "$TMP" ] || rm -rf "$TMP"
 export "WATCH_WANDB_API_KEY=${WANDB_API_KEY:-}"
-exec "$PYTHON" "$HERE/watch.py" "$([ -n "$DRY_RUN" ] && echo dry_run || echo watch)" "$NAME" -- "${FLAGS[@]}"
+exec "$PYTHON" "$HERE/watch.py" "$NAME" -- "${FLAGS[@]}"

@@ -136,11 +136,16 @@ facts_of_vm() {
 # cannot_tell NAME exits because lookup has found out nothing.
 cannot_tell() { die "$([ -n "$VM_PERMANENT" ] && echo 2 || echo 4)" "cannot tell whether $1 exists: $VM_ERROR"; }
 
-# need NAME looks the VM up and exits unless it is READY.
-need() {
+# find_vm NAME is lookup, also in the zones in which the VM may exist, unless --zones was given.
+find_vm() {
   settle "$1"
   given ZONES || ZONES=$(all_zones)
   lookup "$1"
+}
+
+# need NAME finds the VM and exits unless it is READY.
+need() {
+  find_vm "$1"
   [ "$VM_STATE" != absent ] || die 3 "no VM $1 in $ZONES of project ${PROJECT:-?}; list.sh looks in all zones"
   [ "$VM_STATE" != unknown ] || cannot_tell "$1"
   [ "$VM_STATE" = READY ] || die 1 "$1 is $VM_STATE, not READY"

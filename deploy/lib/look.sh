@@ -11,28 +11,20 @@
 WHAT="" VM_ID="" VM_IPS="" MAX_HOURS="" MARGIN_S=600
 parse "WHAT VM_ID VM_IPS MAX_HOURS MARGIN_S" "$@"
 NAME=${ARGS[0]:-$NAME}
-if [ "$WHAT" = vm ]; then
-  lookup "$NAME"
-  id="" remembered=""
-  # Another VM may have its name since it has deleted itself.
-  read -r _ _ _ id _ 2>/dev/null <"$MEMORY/$PROJECT/$VM_ZONE/$NAME" || true
-  case $id in - | "$VM_ID") remembered=1 ;; esac
-  printf '%s\n' "state=$VM_STATE" "health=$VM_HEALTH" "zone=$VM_ZONE" "id=$VM_ID" \
-    "type=$VM_TYPE" "ips=$VM_IPS" "spot=$VM_SPOT" "error=$VM_ERROR" "permanent=${VM_PERMANENT:-}" \
-    "remembered=$remembered"
-  exit 0
-fi
 case $WHAT in
+  vm)
+    lookup "$NAME"
+    id="" remembered=""
+    # Another VM may have its name since it has deleted itself.
+    read -r _ _ _ id _ 2>/dev/null <"$MEMORY/$PROJECT/$VM_ZONE/$NAME" || true
+    case $id in - | "$VM_ID") remembered=1 ;; esac
+    printf '%s\n' "state=$VM_STATE" "health=$VM_HEALTH" "zone=$VM_ZONE" "id=$VM_ID" "type=$VM_TYPE" "ips=$VM_IPS" \
+      "spot=$VM_SPOT" "error=$VM_ERROR" "permanent=$VM_PERMANENT" "remembered=$remembered" ;;
   limit)
     settle "$NAME"
     limit_after "$MAX_HOURS" "projects/$PROJECT/locations/$ZONES/nodes/$NAME"
-    ask_limit "${limit[@]}"
-    exit 0 ;;
-  mirror) settle "$NAME"; echo "mirrored=$(newest_in "$BUCKET")"; exit 0 ;;
-esac
-WORKER=0
-aim
-case $WHAT in
-  run) READ=(fields); vm 0 probe ;;
+    ask_limit "${limit[@]}" ;;
+  mirror) settle "$NAME"; echo "mirrored=$(newest_in "$BUCKET")" ;;
+  run) WORKER=0 READ=(fields); aim; vm 0 probe ;;
   *) die 2 "--what=$WHAT is not vm, run, limit or mirror" ;;
 esac

@@ -321,11 +321,11 @@ class Loop:
         if self.state.tries.troubles <= self.settings.patience:
             self.note(f"{why} ({self.state.tries.troubles} of {self.settings.patience})")
 
-    def delete(self, limit_s=DELETION_S):
+    def delete(self):
         """Deletes the VM, and no other of its name. Returns the status of delete.sh: 0 deleted, 3 there is none."""
         vm = self.state.vm
         flags = [f"--zones={vm.zone or self.all_zones()}"] + [f"--vm_id={vm.id}"] * bool(vm.id)
-        result = self.call("delete", limit_s, "--yes", *flags)
+        result = self.call("delete", DELETION_S, "--yes", *flags)
         if result.status == 0:
             self.forget_vm()
         self.error = result.last_line
@@ -456,10 +456,6 @@ class Loop:
     def end(self, status, why):
         self.note(why)
         raise End(status)
-
-    def keep(self, status):
-        name = self.settings.name
-        self.end(status, f"{name} is kept and costs {self.usd_text()}: delete.sh {name}")
 
     def bring_home(self):
         """As `rescue`, and tries again where only metrics and log are missing: one lost connection must not cost them.

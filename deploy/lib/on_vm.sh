@@ -3,6 +3,7 @@
 set -euo pipefail
 D=$HOME/nanochat.d
 mkdir -p "$D/runs"
+fail() { echo "$1" >&2; exit "${2:-1}"; }
 running() { ! flock -n -s "$D/run.lock" true; }  # every process of a run holds the lock until it ends
 ended() { # ended SECONDS: waits for the end of all processes of the run
   flock -w "$1" -s "$D/run.lock" true

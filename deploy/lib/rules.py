@@ -3,8 +3,6 @@ import re
 from dataclasses import replace
 from typing import NamedTuple
 
-from deploy.lib.state import Vm
-
 GONE = ("PREEMPTED", "TERMINATED", "STOPPED")  # states in which nobody can reach the VM's disk any more
 MIRROR_BEHIND_S = 600  # a mirror that is behind for longer is reported
 
@@ -36,7 +34,7 @@ def decide(settings, state, seen):
         tries.settling = tries.pending = 0
         actions += _with_vm(settings, vm, tries, seen)
     elif seen.state == "STOPPED" and not settings.spot:
-        actions += [("note", f"giving up: somebody stopped {settings.name}"), ("keep", 1)]
+        actions += [("end", 1, f"giving up: somebody stopped {settings.name}. It is kept: delete.sh {settings.name}")]
     elif seen.state in GONE:
         actions += [("replace", seen.state)]
     else:
@@ -130,7 +128,7 @@ def _crashed(how, tries, run):
     return [note, ("restart",)]
 
 
-def _mirror(vm: Vm, run):
+def _mirror(vm, run):
     """Until a mirror that is behind has caught up, the newest checkpoint is on the VM's disk alone."""
     error, text = run.get("mirror_error", ""), ""
     if vm.checkpoint and (error or is_behind(run)):

@@ -140,15 +140,15 @@ def read_flags(words, own):
 
 def main():
     own = sys.argv[1].split()
+    names = [*COMMON, *CONFIG_ONLY, *own]
     config = read_config(os.environ.get("NANOCHAT_DEPLOY_CONFIG") or Path(__file__).parents[1] / "config.env")
     flags, others, run_flags = read_flags(sys.argv[2:], own)
-    lines = [f"{name}={shlex.quote(value)}" for name, value in config.items()
-             if name in (*COMMON, *CONFIG_ONLY, *own) and value]
+    lines = [f"{name}={shlex.quote(value)}" for name, value in config.items() if name in names and value]
     lines.append("config_type=$TYPE")
     lines += [f"{name}={shlex.quote(value)}" for name, value in flags.items()]
     for name, words in (("ARGS", others), ("FLAGS", run_flags)):
         lines.append(f"{name}=({' '.join(shlex.quote(word) for word in words)})")
-    lines.append(f"NAMES='{' '.join([*COMMON, *CONFIG_ONLY, *own])}'")
+    lines.append(f"NAMES='{' '.join(names)}'")
     lines.append(f"GIVEN={shlex.quote(' '.join(['', *flags, '']))}")
     sys.stdout.buffer.write(os.fsencode("\n".join(lines) + "\n"))
 

@@ -5,11 +5,11 @@ ON_VM=$(cat "$LIB/on_vm.sh")
 # is_vm HOST returns 0 if HOST is the name of a VM, and not an IP or a host that ssh's configuration defines.
 is_vm() { case $1 in *[.:@,]*) return 1 ;; esac; [ "$(ssh -T -G -- "$1" | sed -n 's/^hostname //p')" = "$1" ]; }
 
-# resolve HOST sets TARGETS and ALIASES for a list of IPs or ssh hosts (a,b,c), or for the VM of this name.
+# resolve sets TARGETS and ALIASES for the HOST in ARGS: a list of IPs or ssh hosts (a,b,c), or the name of a VM.
 resolve() {
-  [ $# = 1 ] || die 2 "exactly one HOST is needed: an IP, an ssh host or the VM's name; $(basename "$0") --help"
-  VM_ID="" VM_TYPE="" VM_IPS=$1
-  ! is_vm "$1" || need "$1"
+  [ ${#ARGS[@]} = 1 ] || die 2 "exactly one HOST is needed: an IP, an ssh host or the VM's name; $(basename "$0") --help"
+  VM_ID="" VM_TYPE="" VM_IPS=${ARGS[0]}
+  ! is_vm "${ARGS[0]}" || need "${ARGS[0]}"
   aim
 }
 # aim sets TARGETS (ssh destinations) and ALIASES (names in known_hosts) from VM_IPS and WORKER.
@@ -30,8 +30,8 @@ aim() {
 
 # from_vm.py reads all that a VM says after this line, in the form of READ. Before it, .bashrc may print a greeting.
 BEGIN="-- nanochat begins --" READ=(lines)
-# script <<'END' puts the text up to END into SCRIPT. vm I SCRIPT ARGS runs a bash script on host I, with our stdin.
-script() { IFS= read -r -d '' SCRIPT || true; }
+# script NAME <<'END' puts the text up to END into NAME. vm I SCRIPT ARGS runs a bash script on host I, with our stdin.
+script() { IFS= read -r -d '' "$1" || true; }
 vm() {
   local i=$1 script=$2 host=${TARGETS[$1]} alias=${ALIASES[$1]} options socket status=0
   shift 2

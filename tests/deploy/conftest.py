@@ -143,13 +143,7 @@ def installed_gcloud(laptop):
 @pytest.fixture
 def vm(laptop):
     """A VM with 8 chips, as setup.sh, push.sh and data.sh leave it."""
-    vm = laptop.vm()
-    vm.give_code()
-    shard = vm.home / ".cache/nanochat/parquet/base_data_v3/shard_00000.parquet"
-    shard.parent.mkdir(parents=True)
-    shard.write_bytes(b"PAR1")
-    (vm.home / ".tpu_env").write_text((ROOT / ".tpu_env.example").read_text())
-    return vm
+    return laptop.vm().prepare()
 
 
 @pytest.fixture
@@ -170,6 +164,13 @@ def hook():
     yield server
     server.shutdown()
     server.server_close()
+
+
+def run(script, *words, root=ROOT, cwd=None, **environment):
+    """Runs a script here, where there is no config.env, and returns what came of it."""
+    environment = {**os.environ, "NANOCHAT_DEPLOY_CONFIG": "/nonexistent", **environment}
+    return subprocess.run([root / "deploy" / script, *words], capture_output=True, text=True, env=environment, cwd=cwd,
+                          timeout=300)
 
 
 def train(laptop, vm, *flags, **options):

@@ -147,10 +147,7 @@ def test_train_refuses_what_cannot_train(laptop, vm):
                             ("rm -r nanochat", "push.sh first")):
         subprocess.run(broken, shell=True, cwd=vm.home, check=True)
         assert message in train(laptop, vm, "--run=a", status=1)
-    without = laptop.vm(chips=0)
-    without.give_code()
-    (without.home / ".tpu_env").write_text("export PJRT_DEVICE=TPU\n")
-    assert "no TPU chips" in train(laptop, without, "--run=a", status=1)
+    assert "no TPU chips" in train(laptop, laptop.vm(chips=0).prepare(), "--run=a", status=1)
 
 
 def test_train_prints_the_error_of_a_run_that_ends_at_once(laptop, vm):

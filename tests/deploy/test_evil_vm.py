@@ -7,13 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from deploy.lib.calls import TIMED_OUT, Calls, Result
 from deploy.lib.from_vm import LARGEST, Refused, printable, read_fields, receive
 from deploy.lib.state import Journal, State, Tries, Vm
 from deploy.watch import make_private
-from tests.deploy.conftest import ROOT
+from tests.deploy.conftest import run
 from tests.deploy.made_up import World, polls
-from tests.deploy.standin import StandIn
 
 BEGIN = "-- nanochat begins --"
 GOOD = "state=running\nrun=a\nsteps=1/5\ncheckpoint=step_000005\nmirror=gs://x\nmirrored=step_000001\ndisk=9\n"
@@ -202,18 +200,9 @@ def test_files_without_end_are_refused_and_leave_room_on_the_disk(tmp_path, monk
             receive(stream, tmp_path / word, ["step_1"])
 
 
-def test_output_without_end_neither_fills_the_memory_nor_ends_the_watch(tmp_path, monkeypatch):
-    monkeypatch.setattr("deploy.lib.calls.DEPLOY", tmp_path)
-    StandIn.program(tmp_path / "push.sh", "exec tr '\\0' x </dev/zero")
-    settings = World(tmp_path).settings
-    result = Calls(settings)("push", 100)
-    assert result.status == TIMED_OUT and result.last_line == "push.sh printed without end"
-    assert len(Result(1, "x" * 10**6).last_line) == 500
-
-
-@pytest.mark.parametrize("host", ["-oProxyCommand=touch pwned", "a;b", "$(touch pwned)", "a b"])
-def test_an_address_that_is_none_reaches_no_command(tmp_path, host):
-    environment = {**os.environ, "NANOCHAT_DEPLOY_CONFIG": "/nonexistent"}
-    result = subprocess.run([ROOT / "deploy/lib/look.sh", "nano", "--what=run", f"--vm_ips={host}"], cwd=tmp_path,
-                            capture_output=True, text=True, env=environment, timeout=60)
-    assert result.returncode == 2 and not (tmp_path / "pwned").exists()
+@pytest.mark.parametrize("words", [
+    ["push.sh", "-oProxyCommand=touch pwned"],
+    *(["lib/look.sh", "nano", "--what=run", f"--vm_ips={host}"]
+      for host in ("-oProxyCommand=touch pwned", "a;b", "$(touch pwned)", "a b"))])
+def test_an_address_that_is_none_reaches_no_command(tmp_path, words):
+    assert run(*words, cwd=tmp_path).returncode == 2 and not (tmp_path / "pwned").exists()

@@ -13,10 +13,8 @@ RESERVE, HALF, END = 3000, 3300, 3590  # seconds after the creation: the reserve
 
 def start_run(world, *flags, script=()):
     """Starts a run that would go on for hours."""
-    vm = world.vm
-    vm.give_code()
-    (vm.home / ".tpu_env").write_text("export PJRT_DEVICE=TPU\n")
-    world.laptop.run("train.sh", "nano", "--zones=us-a", "--min_free_gb=0", *script, "--", "--run=a", "--data_dir=x",
+    world.vm.prepare()
+    world.laptop.run("train.sh", "nano", "--zones=us-a", "--min_free_gb=0", *script, "--", "--run=a",
                      "--num_iterations=100000", "--step_s=0.2", *flags)
 
 
@@ -33,11 +31,15 @@ def test_a_vm_with_a_limit_deletes_itself_though_its_first_requests_are_refused(
     assert not world.cloud.refusals
 
 
-def test_a_limit_outlives_a_reboot_and_needs_no_run(world):
+@pytest.mark.parametrize("case", ["reboot", "the startup script did not run"])
+def test_a_limit_needs_no_run_outlives_a_reboot_and_is_there_without_the_startup_script(world, case):
+    if case != "reboot":
+        world.cloud.startup_script = lambda node: ""
     world.laptop.run("create.sh", "nano", *FLAGS)
-    world.vm.kill()
-    world.vm.boot()
-    world.vm.start_up(world.cloud.startup_script(world.cloud.node("nano")["id"]), world.cloud.vm_env())
+    if case == "reboot":
+        world.vm.kill()
+        world.vm.boot()
+        world.vm.start_up(world.cloud.startup_script(world.cloud.node("nano")["id"]), world.cloud.vm_env())
     world.vm.set_clock(END)
     eventually(lambda: not world.cloud.nodes)
 
@@ -61,13 +63,6 @@ def test_a_limit_counts_from_the_creation_and_by_the_clock_of_the_vm(world, away
     world.laptop.run("create.sh", "nano", *FLAGS)
     end = int((world.vm.home / "nanochat.d/limit").read_text().partition("END=")[2].split()[0])
     assert created + 3590 < end < time.time() + 3600
-
-
-def test_a_vm_whose_startup_script_did_not_run_has_its_limit_nevertheless(world):
-    world.cloud.startup_script = lambda node: ""
-    world.laptop.run("create.sh", "nano", *FLAGS)
-    world.vm.set_clock(END)
-    eventually(lambda: not world.cloud.nodes)
 
 
 def test_a_vm_that_may_not_delete_itself_says_so_at_its_creation_and_ends_its_run(world):

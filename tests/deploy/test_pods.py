@@ -46,7 +46,7 @@ def test_every_worker_is_set_up_and_trains_and_stops(laptop, pod):
 
 def test_a_worker_that_cannot_start_or_ends_keeps_all_from_training_and_is_named(laptop, pod):
     for vm in pod:
-        vm.give_code()
+        vm.prepare()
     (pod[1].home / ".tpu_env").rename(pod[1].home / "away")
     output = laptop.run("train.sh", pod[0].all, *TRAIN, status=1)
     assert "[worker 1] packages or ~/.tpu_env are missing" in output and f"worker 1 ({pod[1].ip}) failed" in output
@@ -81,7 +81,7 @@ def test_a_pod_is_reached_by_its_name_wherever_its_vms_are_now(laptop, pod, clou
 
 def test_ctrl_c_ends_the_following_and_not_the_run(laptop, pod):
     for vm in pod:
-        vm.give_code()
+        vm.prepare()
     following = laptop.start("train.sh", pod[0].all, *TRAIN, "--hang_at=1",
                              under=("env", "--default-signal=INT"))  # which a test in the background ignores
     eventually(lambda: "plan: run a" in following.stdout.readline())  # it follows what it has started

@@ -1,6 +1,5 @@
 """Checks of every script that need no VM: help, error messages, portability, length."""
 import importlib.util
-import os
 import re
 import shutil
 import subprocess
@@ -10,29 +9,25 @@ import pytest
 
 from deploy.lib import check_flags
 from nanochat.common import BadInput
+from tests.deploy.conftest import run
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 VERBS = sorted(path.stem for path in DEPLOY.glob("*.sh"))
 BAD_BATCH = "--total_batch_size=999"  # which eight chips cannot divide
 
 
-def run(*args):
-    env = {**os.environ, "NANOCHAT_DEPLOY_CONFIG": "/nonexistent"}
-    return subprocess.run([str(arg) for arg in args], capture_output=True, text=True, env=env, timeout=300)
-
-
 @pytest.mark.parametrize("verb", VERBS)
 def test_help_names_every_flag_and_an_unknown_one_and_a_missing_or_third_name_are_refused(verb):
     script = DEPLOY / f"{verb}.sh"
-    result = run(script, "--help")
+    result = run(script.name, "--help")
     assert result.returncode == 0 and f"deploy/{verb}.sh" in result.stdout and not result.stderr
     assert len(result.stdout.splitlines()) < 30
     own = re.search(r'^parse "([^"]*)"', script.read_text(), re.MULTILINE)[1].split()
     assert not [name for name in own if f"--{name.lower()}" not in result.stdout]
-    result = run(script, "--no_such_flag")
+    result = run(script.name, "--no_such_flag")
     assert result.returncode == 2 and "unknown flag --no_such_flag" in result.stderr
     for names in ((), ("nano-1", "nano-2", "nano-3")) if verb not in ("status", "list") else ():
-        result = run(script, *names)
+        result = run(script.name, *names)
         assert result.returncode == 2 and result.stderr.startswith("error: ") and len(result.stderr.splitlines()) == 1
 
 
@@ -54,11 +49,12 @@ def test_a_script_is_found_through_links_and_stops_without_its_library(tmp_path)
 
 
 def test_git_ignores_results_and_secrets():
-    if run("git", "-C", DEPLOY, "rev-parse").returncode:
+    git = ["git", "-C", DEPLOY.parent]
+    if subprocess.run([*git, "rev-parse"], capture_output=True).returncode:
         pytest.skip("this is no git checkout")
     names = ["checkpoints/d16/run.log", "checkpoints/d16/step_000001/model.safetensors", "deploy/config.env", ".env",
              ".tpu_env"]
-    assert run("git", "-C", DEPLOY.parent, "check-ignore", *names).stdout.split() == names
+    assert subprocess.check_output([*git, "check-ignore", *names], text=True).split() == names
 
 
 def test_scripts_use_nothing_that_bash_3_2_or_the_tools_of_macos_lack():
@@ -103,10 +99,10 @@ def test_the_example_of_tpu_env_has_every_variable_that_is_read_each_with_a_comm
 
 @pytest.mark.parametrize("flags", [["--max_usd=50$"], ["--max_usd=5,5"], ["--max_usd=-1"], ["--max_hours=."],
                                    ["--max_usd=5", "--margin_s=10m"], ["--max_usd=5", "--patience=1.5"],
-                                   [], ["--max_usd="],
-                                   ["--max_usd=5", "--type=v6e-x"], ["--max_usd=5", "--type=v5p-8"]])
+                                   [], ["--max_usd="], ["--max_usd=5", "--type=v6e-x"],
+                                   ["--max_usd=5", "--type=v5p-8"], ["--max_usd=5", "--type=v9-8"]])
 def test_watch_does_not_start_without_a_budget_that_is_a_number(flags):
-    result = run(DEPLOY / "watch.sh", "nano", "--zones=us-a", *flags, "--", "--run=a")
+    result = run("watch.sh", "nano", "--zones=us-a", *flags, "--", "--run=a")
     assert result.returncode == 2 and len(result.stderr.splitlines()) == 1, result.stderr
 
 
@@ -133,7 +129,7 @@ def test_a_dry_run_checks_the_flags_of_the_run(command, flags, complaint):
     if not (DEPLOY.parent / ".venv/bin/python").exists():
         pytest.skip("make has not installed the packages")
     script, *arguments = command.split()
-    result = run(DEPLOY / script, *arguments, "--dry_run", "--", *flags.split())
+    result = run(script, *arguments, "--dry_run", "--", *flags.split())
     begins = {"watch.sh": "+ create, setup", "train.sh": "+ ssh"}[script] in result.stderr
     assert (result.returncode, begins) == ((2, False) if complaint else (0, True))
     assert complaint is None or complaint in result.stderr

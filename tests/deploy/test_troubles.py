@@ -7,11 +7,8 @@ import time
 
 import pytest
 
-from deploy.lib.calls import Calls
 from deploy.lib.state import State, Vm, steady_time
 from tests.deploy.conftest import ROOT, eventually, train
-from tests.deploy.made_up import World
-from tests.deploy.standin import StandIn
 
 
 def full(*folders):
@@ -51,15 +48,6 @@ def test_a_vm_can_be_deleted_where_no_folder_has_room_for_a_file(laptop, cloud):
     delete = laptop.start("delete.sh", "nano", "--yes", "--zones=us-a", env=env, under=under)
     assert "nano is deleted" in output_of(delete)
     assert not cloud.nodes
-
-
-def test_an_answer_is_whole_though_the_log_has_no_room(tmp_path, monkeypatch):
-    monkeypatch.setattr("deploy.lib.calls.DEPLOY", tmp_path)
-    StandIn.program(tmp_path / "push.sh", "echo state=READY")
-    settings = World(tmp_path).settings
-    (settings.state / "push.log").symlink_to("/dev/full")
-    result = Calls(settings)("push", 20)
-    assert result.status == 0 and result.fields == {"state": "READY"}
 
 
 def test_setting_the_clock_spends_nothing(monkeypatch):
@@ -124,19 +112,12 @@ def test_an_environment_file_of_windows_with_an_unknown_name_and_a_failure_at_it
 
 
 def test_a_limit_ends_the_run_on_every_host_of_a_pod(laptop):
-    vms = [laptop.vm(f"w{i}") for i in range(2)]
-    for vm in vms:
-        vm.give_code()
-        (vm.home / ".tpu_env").write_text("export PJRT_DEVICE=TPU\n")
+    vms = [laptop.vm(f"w{i}").prepare() for i in range(2)]
     hosts = ",".join(vm.ip for vm in vms)
     laptop.run("train.sh", hosts, "--min_free_gb=0", "--poll_s=0.2", "--max_hours=1", "--", "--run=a",
-               "--synthetic_data=1", "--num_iterations=100000", "--step_s=0.2")
+               "--num_iterations=100000", "--step_s=0.2")
     for vm in vms:
         vm.set_clock(3590)
     eventually(lambda: not any(vm.trainers() for vm in vms))
     one_worker = laptop.run("train.sh", hosts, "--worker=1", "--max_hours=1", "--", "--run=a", status=2)
     assert "leave out --worker" in one_worker
-
-
-def test_what_begins_with_a_dash_is_no_host(laptop):
-    assert "is no HOST" in laptop.run("push.sh", "-oProxyCommand=x", status=2)

@@ -3,7 +3,7 @@ import subprocess
 
 import pytest
 
-from tests.deploy.conftest import ROOT, eventually
+from tests.deploy.conftest import eventually
 
 ZONES = "--zones=us-a,us-b"
 QUICK = ["--poll_s=0.1"]
@@ -85,14 +85,3 @@ def test_a_vm_is_reached_by_its_name_even_after_it_was_created_again(laptop, clo
     vm.boot()
     laptop.run("create.sh", "nano", "--zones=us-a", *QUICK)
     assert "~/nanochat is now" in laptop.run("push.sh", "nano", "--zones=us-a")
-
-
-def test_the_shell_knows_the_types_of_tpus():
-    def facts(name):
-        script = f'. deploy/lib/common.sh; facts {name} us-west4-a; echo "$CHIPS $HOSTS $VERSION"'
-        return subprocess.run(["bash", "-c", script], cwd=ROOT, text=True, capture_output=True)
-
-    assert facts("v5litepod-8").stdout == "8 1 v2-alpha-tpuv5-lite\n"
-    assert facts("v6e-16").stdout == "16 4 v2-alpha-tpuv6e\n"
-    assert facts("v4-32").stdout == "16 4 tpu-ubuntu2204-base\n"
-    assert facts("v9-8").returncode == 2 and len(facts("v9-8").stderr.splitlines()) == 1

@@ -6,6 +6,7 @@ import subprocess
 import pytest
 
 from deploy import watch
+from tests.deploy import made_up
 from tests.deploy.conftest import eventually
 
 
@@ -107,18 +108,8 @@ def test_when_stopped_it_leaves_the_run_alone_says_what_still_costs_money_and_re
     assert world.steps() == list(range(1, 61))
 
 
-@pytest.fixture
-def settings(tmp_path, monkeypatch):
-    flags = {"NAME": "nano", "TYPE": "v6e-4", "ZONES": "us-west1-c", "MARGIN_S": 600, "POLL_S": 1, "PATIENCE": 5,
-             "STALL_S": 9, "TO": tmp_path}
-    monkeypatch.setenv("HOME", str(tmp_path))
-    for name, value in flags.items():
-        monkeypatch.setenv(f"WATCH_{name}", str(value))
-    return watch.read_settings(["--run=d16"])
-
-
-def test_a_failure_of_watch_itself_is_reported(settings, monkeypatch, capsys):
+def test_a_failure_of_watch_itself_is_reported(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(watch.Loop, "run", lambda loop: 1 / 0)
-    assert watch.watch(settings, {"us-west1-c": 2.29}) == 70
+    assert watch.watch(made_up.World(tmp_path).settings, {"us-west4-a": 2.29}) == 70
     printed = capsys.readouterr().out
     assert "watch.sh failed: ZeroDivisionError" in printed and "nano (absent) is left as it is, at 2.29 USD" in printed

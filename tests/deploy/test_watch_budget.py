@@ -105,12 +105,8 @@ def test_a_deletion_that_fails_is_repeated_for_ever_and_counted(world):
     assert "VM NOT DELETED, IT MAY STILL COST MONEY" in world.text()
 
 
-def make_settings(**values):
-    return Settings(**{"max_usd": None, "max_hours": None} | values)
-
-
 def test_money_is_counted_for_every_interval_with_a_vm_at_either_end(tmp_path):
-    state, now, budget = State(), 0, make_settings(max_usd=10)
+    state, now, budget = State(), 0, Settings(max_usd=10, max_hours=None)
 
     def after(hours):
         nonlocal now
@@ -151,7 +147,7 @@ def test_spending_is_counted_over_restarts_and_changes_of_the_clock(world, away_
 def test_a_vm_that_costs_nothing_never_ends_a_budget_of_money():
     state = State(vm=Vm(state="READY"))
     state.count(0.0, 1000 * HOUR)
-    assert state.left_s(make_settings(max_usd=10), 0.0) == float("inf") and state.elapsed_s == 1000 * HOUR
+    assert state.left_s(Settings(max_usd=10, max_hours=None), 0.0) == float("inf") and state.elapsed_s == 1000 * HOUR
 
 
 def test_a_vm_that_the_state_does_not_know_is_saved_before_it_is_deleted(world):

@@ -5,13 +5,12 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import suppress
 
 import pytest
 
 from deploy import watch
 from deploy.lib import calls, catalogue
-from deploy.lib.calls import TIMED_OUT, Calls, end_orphan
+from deploy.lib.calls import TIMED_OUT, Calls, Result, end_orphan
 from deploy.lib.loop import Loop
 from deploy.lib.state import Journal, State
 from nanochat.common import BadInput
@@ -51,8 +50,10 @@ def is_running(pid):
 
 
 def test_a_call_passes_settings_on_and_the_key_to_setup_only(settings):
-    call = Calls(settings)
+    records = []
+    call = Calls(settings, record=lambda *which: records.append(which))
     result = call("setup", 60, "--wait_s=9")
+    assert [script for script, group in records] == ["setup.sh", ""] and records[0][1] > 0 == records[1][1]
     assert result.status == 3 and "args nano --type=v6e-4 --wait_s=9\n" in result.output
     assert result.fields["WANDB_API_KEY"] == "key" and "secret" not in result.output
     assert "WANDB_API_KEY" not in call("push", 60).fields
@@ -63,6 +64,19 @@ def test_a_script_that_hangs_is_ended_with_its_children_though_they_ignore_sigte
     result = Calls(settings)("hang", 4)
     assert result.status == TIMED_OUT and result.last_line == "hang.sh gave no answer for 4 s"
     assert not is_running((tmp_path / "child").read_text().strip())
+
+
+def test_output_without_end_neither_fills_the_memory_nor_ends_the_watch(settings, tmp_path):
+    StandIn.program(tmp_path / "push.sh", "exec tr '\\0' x </dev/zero")
+    result = Calls(settings)("push", 100)
+    assert result.status == TIMED_OUT and result.last_line == "push.sh printed without end"
+    assert len(Result(1, "x" * 10**6).last_line) == 500
+
+
+def test_an_answer_is_whole_though_the_log_has_no_room(settings, tmp_path):
+    StandIn.program(tmp_path / "push.sh", "echo state=READY")
+    (settings.state / "push.log").symlink_to("/dev/full")
+    assert Calls(settings)("push", 20) == (0, "state=READY\n")
 
 
 def test_a_process_that_cannot_be_killed_holds_nobody_up():
@@ -94,22 +108,13 @@ def test_a_script_that_cannot_be_started_is_an_answer_and_no_end_of_the_watch(se
 
 def test_a_script_that_a_killed_watch_left_behind_is_ended_and_another_process_is_not(
         settings, tmp_path, monkeypatch):
-    journal = Journal(tmp_path, "nano")
-    loop = Loop(settings, State(counted_at=time.time()), journal, {}, None)
-    call = Calls(settings, loop.wait, loop.record)
-
-    def be_killed(*_):
-        raise KeyboardInterrupt  # which leaves the record and the script
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(calls, "end_group", be_killed)
-        call("hang", 1)
-    state = State.load(settings.state / "state.json", 0)
-    group, child = state.group, eventually(lambda: (tmp_path / "child").read_text().strip())
-    Loop(settings, state, journal, {}, None).end_orphan()
-    assert not is_running(child) and not state.group and "hang.sh" in journal.path.read_text()
-    with suppress(ChildProcessError):  # Popen has reaped it
-        os.waitpid(group, 0)
+    journal, child = Journal(tmp_path, "nano"), tmp_path / "child"
+    left_behind = subprocess.Popen([tmp_path / "hang.sh", "nano"], start_new_session=True)
+    eventually(lambda: child.exists() and child.read_text())
+    loop = Loop(settings, State(script="hang.sh", group=left_behind.pid), journal, {}, None)
+    loop.end_orphan()
+    assert not is_running(child.read_text().strip()) and not loop.state.group and "hang.sh" in journal.path.read_text()
+    left_behind.wait()
     stranger = subprocess.Popen(["sh", "-c", "sleep 60; : an editor with nano.txt"], start_new_session=True)
     assert not end_orphan(settings, "hang.sh", stranger.pid) and stranger.poll() is None  # as after a reboot
     StandIn.program(tmp_path / "ps", "printf '1 \\377\\n'")
@@ -152,11 +157,14 @@ def test_a_zone_that_the_table_does_not_know_counts_at_the_dearest_price_and_tha
         catalogue.hourly_prices("v9-8", ("us-a",), True, 1)
 
 
-@pytest.mark.parametrize("flags, usd", [("--usd_per_hour=0", "0.00"), ("--zones=us-west4-a", "2.04"),
-                                        ("--zones=us-west4-a,us-east5-b", "4.80"), ("--zones=nowhere-1-a", "6.24"),
-                                        ("", "6.24"), ("--zones=us-west4-b --on_demand", "9.60")])
-def test_the_price_is_that_of_the_dearest_zone(flags, usd):
-    script = '. deploy/lib/common.sh; parse "" "$@"; facts v5litepod-8; echo "$USD"'
+@pytest.mark.parametrize("flags, facts", [
+    ("--usd_per_hour=0", "8 1 v2-alpha-tpuv5-lite 0.00"), ("--zones=us-west4-a", "8 1 v2-alpha-tpuv5-lite 2.04"),
+    ("--zones=us-west4-a,us-east5-b", "8 1 v2-alpha-tpuv5-lite 4.80"),
+    ("--zones=nowhere-1-a", "8 1 v2-alpha-tpuv5-lite 6.24"), ("", "8 1 v2-alpha-tpuv5-lite 6.24"),
+    ("--zones=us-west4-b --on_demand", "8 1 v2-alpha-tpuv5-lite 9.60"),
+    ("--type=v6e-16", "16 4 v2-alpha-tpuv6e 36.32"), ("--type=v4-32", "16 4 tpu-ubuntu2204-base ")])
+def test_the_shell_knows_the_types_of_tpus_and_the_price_is_that_of_the_dearest_zone(flags, facts):
+    script = '. deploy/lib/common.sh; parse "" "$@"; facts "$TYPE"; echo "$CHIPS $HOSTS $VERSION $USD"'
     result = subprocess.run(["bash", "-c", script, "x", *flags.split()], cwd=ROOT, capture_output=True, text=True, env={
         **os.environ, "NANOCHAT_DEPLOY_CONFIG": "/nonexistent"})
-    assert (result.stdout, result.stderr) == (f"{usd}\n", "")
+    assert (result.stdout, result.stderr) == (f"{facts}\n", "")

@@ -64,10 +64,7 @@ def test_a_vm_is_not_deleted_while_the_newest_checkpoint_is_on_its_disk_alone(wo
     world.run |= {"state": "ended", "exit": status, "checkpoint": "step_000200"}
     attempts = []
     world.fails["fetch"] = lambda flags: None if len(attempts) == 4 else attempts.append(flags) or 1
-    loop = world.loop()
-    with pytest.raises(End) as end:
-        polls(loop, 10)
-    assert end.value.status == (0 if status == "0" else 1)
+    assert world.loop().run() == (0 if status == "0" else 1)
     assert world.done.count("fetch") == 5 and "delete" not in world.done[:world.done.index("fetch") + 4]
     assert not any("--no_checkpoints" in flags for flags in attempts)
     assert "step_000200 is on its disk alone and could not be fetched" in world.text()
@@ -90,9 +87,7 @@ def test_metrics_and_log_are_fetched_again_after_a_lost_connection_but_not_for_e
     world.run |= {"state": "ended", "exit": "0"}
     failures = [255] * times
     world.fails[failing] = lambda flags: failures.pop() if failures and len(world.done) > 2 else None
-    with pytest.raises(End) as end:
-        polls(world.loop(), 1)
-    assert end.value.status == 0 and world.vm is None
+    assert world.loop().run() == 0 and world.vm is None
     assert world.done.count("fetch") == {("run", 1): 1, ("run", 100): 0, ("fetch", 1): 2, ("fetch", 100): 3}[
         failing, times]
 
@@ -112,9 +107,7 @@ def test_a_vm_that_goes_while_it_is_kept_is_not_waited_for(world):
         return 1
 
     world.fails["fetch"] = fetch
-    with pytest.raises(End) as end:
-        world.loop().poll()
-    assert end.value.status == 1 and world.now < 1_010_000
+    assert world.loop().run() == 1 and world.now < 1_010_000
 
 
 def test_a_limit_that_could_not_be_set_is_set_later(world):
@@ -188,9 +181,7 @@ def test_a_mirror_that_falls_behind_is_reported_once_an_hour_until_it_has_caught
 def test_it_gives_up_after_three_vms_that_never_train(world):
     world.run = {"state": "none", "run": ""}
     world.fails["setup"] = 1
-    with pytest.raises(End) as end:
-        polls(world.loop(), 20)
-    assert end.value.status == 1 and world.done.count("create") == 2 and world.vm is None
+    assert world.loop().run() == 1 and world.done.count("create") == 2 and world.vm is None
     assert "giving up: the run did not start on any of three VMs" in world.text()
 
 
@@ -217,14 +208,20 @@ def test_a_vm_that_gcloud_overlooks_once_is_not_forgotten(world):
     assert world.done.count("create") == 1
 
 
+def test_a_vm_that_answers_is_never_absent(world):
+    world.answer_vm = lambda flags: "state=absent\n"
+    loop = world.loop()
+    for _ in range(5):
+        loop.poll()
+    assert set(world.done) == {"vm", "run"} and "gcloud finds no VM, but it answers" in world.text()
+
+
 @pytest.mark.parametrize("state", ["absent", "unknown"])
 def test_an_error_that_no_waiting_mends_ends_the_watch_in_its_own_words(world, state):
     world.state.vm = Vm()
     world.vm = None if state == "absent" else {"state": "unknown", "error": "no zone us-wset4", "permanent": "1"}
     world.fails["create"] = 2
-    with pytest.raises(End) as end:
-        polls(world.loop(), 5)
-    assert end.value.status == 1 and "delete" not in world.done
+    assert world.loop().run() == 1 and "delete" not in world.done
     assert ("create failed" if state == "absent" else "no zone us-wset4") in world.text()
 
 
