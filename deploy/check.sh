@@ -5,14 +5,14 @@
 #
 # The flags after -- are those of python -m scripts.tpu_check, which says what is checked. push.sh and setup.sh come
 # first; no data is needed. check.json has no names, keys or addresses: attach it to an issue. tpu_preflight here
-# corrects its estimates by it from now on.
+# corrects its estimates by it from now on. On a pod all VMs check together, in 20 minutes, and need --checkpoint_mirror.
 #
 #   --to DIR                   copy into the new folder DIR (default: check.HOST here)
 #
 # Exit status: 0 all holds; 1 something does not, but a run is possible; 3 no run is possible; 6 a run has the chips.
 me=$0; while [ -L "$me" ]; do l=$(readlink "$me"); case $l in /*) me=$l ;; *) me=$(dirname "$me")/$l ;; esac; done
 . "$(dirname "$me")/lib/common.sh" || exit 2
-WORKER=0 TO=""
+TO=""
 parse "TO" "$@"
 resolve
 TO=${TO:-check.${ARGS[0]:-$NAME}}
@@ -33,7 +33,9 @@ done
 echo end
 END
 status=0
-vm 0 "$CHECK" ${FLAGS[@]+"${FLAGS[@]}"} || status=$?
+# shellcheck disable=SC2317,SC2329  # first_of calls it by name
+check() { vm "$1" "$CHECK" ${FLAGS[@]+"${FLAGS[@]}"}; }
+LAST_LINES_S=10 first_of check || status=$?
 case $status in 0 | 1 | 3) ;; *) exit $status ;; esac
 READ=(files "$TO" check.json check.toml)
 retry vm 0 "$SEND"

@@ -19,10 +19,12 @@ LINE = 500  # characters of a line that is shown
 class Result(NamedTuple):
     status: int
     output: str
+    errors: str = ""  # what look.sh wrote to stderr; of other scripts it is in the output
 
     @property
     def last_line(self):
-        lines = [line for line in self.output.splitlines() if line.strip()]
+        text = self.errors if self.status and self.errors else self.output
+        lines = [line for line in text.splitlines() if line.strip()]
         return lines[-1][:LINE] if lines else ""
 
     @property
@@ -46,34 +48,42 @@ class Calls:
         if verb == "delete":  # it is tried again, and every minute costs money
             environment.setdefault("GCLOUD_S", "60")
         path = DEPLOY / f"{verb}.sh"
+        is_look = verb == "lib/look"
         try:
             output = _memory_file()
+            errors = _memory_file() if is_look else output  # where a VM may write what looks like a field
             process = subprocess.Popen(
                 [path, self.settings.name, *self.settings.passed_on, *flags], stdin=subprocess.DEVNULL,
-                stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
+                stdout=output, stderr=errors, env=environment, start_new_session=True)
         except OSError as error:
             return Result(NOT_STARTED, f"{path.name} could not be started: {error}")
         self.record(path.name, process.pid)
         deadline = time.monotonic() + limit_s
         try:
             while process.poll() is None and time.monotonic() < deadline \
-                    and os.fstat(output.fileno()).st_size < MOST_BYTES:
+                    and max(os.fstat(file.fileno()).st_size for file in (output, errors)) < MOST_BYTES:
                 self.wait(0.1)
         finally:
             if timed_out := process.poll() is None:
                 end_group(process.pid, process)
             self.record("", 0)
-        output.seek(0)
-        content = output.read(2 * MOST_BYTES)
-        output.close()
-        mode = "wb" if verb == "lib/look" else "ab"
+        said = _content(output)
+        problems = _content(errors) if is_look else b""
+        mode = "wb" if is_look else "ab"
         with suppress(OSError), open_private(self.settings.state / f"{path.stem}.log", mode) as log:
-            log.write(content[-1_000_000:])
-        text = content.decode(errors="replace")
+            log.write((said + problems)[-1_000_000:])
+        text = said.decode(errors="replace")
         if timed_out:
-            why = f"gave no answer for {limit_s:.0f} s" if len(content) < MOST_BYTES else "printed without end"
+            is_endless = max(len(said), len(problems)) >= MOST_BYTES
+            why = "printed without end" if is_endless else f"gave no answer for {limit_s:.0f} s"
             return Result(TIMED_OUT, f"{text}\n{path.name} {why}")
-        return Result(process.returncode, text)
+        return Result(process.returncode, text, problems.decode(errors="replace"))
+
+
+def _content(file):
+    with file:
+        file.seek(0)
+        return file.read(2 * MOST_BYTES)
 
 
 def _memory_file():

@@ -79,6 +79,16 @@ def test_a_pod_is_reached_by_its_name_wherever_its_vms_are_now(laptop, pod, clou
     assert "[worker 1] w1: ~/nanochat is now" in laptop.run("push.sh", "pod", *zones)
 
 
+def test_all_workers_check_at_the_same_time_and_the_first_tells(laptop, pod, tmp_path):
+    for vm in pod:
+        (vm.home / "nanochat").mkdir()
+    output = laptop.run("check.sh", pod[0].all, "--to", tmp_path / "found", "--", "--depth=3", status=1,
+                        env={"LAST_WORDS_S": "1"})
+    for worker in ("", "[worker 1] ", "[worker 2] "):
+        assert f"{worker}kernels: NOT as expected" in output.splitlines()
+    assert (tmp_path / "found/check.toml").read_text() == "depth = 3"
+
+
 def test_ctrl_c_ends_the_following_and_not_the_run(laptop, pod):
     for vm in pod:
         vm.prepare()

@@ -60,6 +60,14 @@ def test_a_call_passes_settings_on_and_the_key_to_setup_only(settings):
     assert call("delete", 60).fields["GCLOUD_S"] == "60" and "GCLOUD_S" not in call("push", 60).fields
 
 
+def test_what_a_vm_writes_to_stderr_is_no_field_and_says_why_a_look_failed(settings, tmp_path):
+    (tmp_path / "lib").mkdir()
+    StandIn.program(tmp_path / "lib/look.sh", "echo state=running; echo checkpoint=step_9 >&2; exit 1")
+    result = Calls(settings)("lib/look", 60)
+    assert result.fields == {"state": "running"} and result.last_line == "checkpoint=step_9"
+    assert result._replace(status=0).last_line == "state=running"
+
+
 def test_a_script_that_hangs_is_ended_with_its_children_though_they_ignore_sigterm(settings, tmp_path):
     result = Calls(settings)("hang", 4)
     assert result.status == TIMED_OUT and result.last_line == "hang.sh gave no answer for 4 s"
