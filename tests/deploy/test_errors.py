@@ -5,6 +5,7 @@ import pytest
 
 from tests.deploy.conftest import ROOT
 
+pytestmark = pytest.mark.slow
 MISSPELT = (403, "PERMISSION_DENIED", "Permission denied on 'locations/us-wst4-a' (or it may not exist).")
 DISABLED = (403, "PERMISSION_DENIED", "Cloud TPU API has not been used in project p before or it is disabled. Enable "
             "it by visiting https://console.example/tpu?project=p then retry; see Quota and `gcloud auth login`.")

@@ -7,6 +7,7 @@ from tests.deploy.cloud import Failure
 from tests.deploy.conftest import eventually
 from tests.deploy.standin import StandIn
 
+pytestmark = pytest.mark.slow
 FLAGS = ["--zones=us-a", "--poll_s=0.2", "--max_hours=1"]
 RESERVE, HALF, END = 3000, 3300, 3590  # seconds after the creation: the reserve begins, half of it is over, all is over
 

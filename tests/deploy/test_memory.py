@@ -2,6 +2,9 @@
 import os
 import subprocess
 
+import pytest
+
+pytestmark = pytest.mark.slow
 PAGE_FOR = 'case "$*" in {}) echo "<html>Login</html>"; exit 0 ;; esac'  # the page of a proxy, instead of an answer
 QUICK = ["--zones=us-a,us-b", "--poll_s=0.1"]
 

@@ -10,6 +10,8 @@ import pytest
 from deploy.lib.state import State, Vm, steady_time
 from tests.deploy.conftest import ROOT, eventually, train
 
+pytestmark = pytest.mark.slow
+
 
 def full(*folders):
     """Returns the beginning of a command line that runs a command where these folders have no room for any file."""

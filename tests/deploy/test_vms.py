@@ -5,6 +5,7 @@ import pytest
 
 from tests.deploy.conftest import eventually
 
+pytestmark = pytest.mark.slow
 ZONES = "--zones=us-a,us-b"
 QUICK = ["--poll_s=0.1"]
 
