@@ -96,9 +96,12 @@ def watch(name, *flags, run_flag="--run=d16", **environment):
 
 
 @pytest.mark.parametrize("name, flag, run_flag, named", [
-    *(("nano", flag, "--run=d16", flag) for flag in ("--max_usd=0", "--max_hours=0", "--patience=0")),
+    ("nano", "--max_usd=0", "--run=d16", "--max_usd=0"),
+    *(pytest.param("nano", flag, "--run=d16", flag, marks=pytest.mark.slow) for flag in ("--max_hours=0", "--patience=0")),
     # Google would not take these names
-    *((name, "--dry_run", "--run=d16", name) for name in ("../x", "Nano", "nano_1", "1nano", "nano-", "n" * 64)),
+    ("../x", "--dry_run", "--run=d16", "../x"),
+    *(pytest.param(name, "--dry_run", "--run=d16", name, marks=pytest.mark.slow)
+      for name in ("Nano", "nano_1", "1nano", "nano-", "n" * 64)),
     # that of a run must be a folder's, and be known
     ("nano", "--dry_run", "--run=../x", "--run"), ("nano", "--dry_run", "--config=configs/d16.toml", "--config")])
 def test_a_dry_run_of_watch_refuses_what_cannot_be(name, flag, run_flag, named):
