@@ -97,7 +97,8 @@ def watch(name, *flags, run_flag="--run=d16", **environment):
 
 @pytest.mark.parametrize("name, flag, run_flag, named", [
     ("nano", "--max_usd=0", "--run=d16", "--max_usd=0"),
-    *(pytest.param("nano", flag, "--run=d16", flag, marks=pytest.mark.slow) for flag in ("--max_hours=0", "--patience=0")),
+    *(pytest.param("nano", flag, "--run=d16", flag, marks=pytest.mark.slow)
+      for flag in ("--max_hours=0", "--patience=0")),
     # Google would not take these names
     ("../x", "--dry_run", "--run=d16", "../x"),
     *(pytest.param(name, "--dry_run", "--run=d16", name, marks=pytest.mark.slow)
