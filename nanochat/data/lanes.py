@@ -15,7 +15,8 @@ A row is one sequence of the training batch: T + 1 tokens. Invariants:
   next row repeats its last token there, so that each token is predicted exactly once. `dropped` counts the tokens that
   are left out.
 
-PieceReader reads and tokenizes, Lane packs. The loader (loader.py) makes the lanes of a rank and calls make_rows from
+PieceReader reads and tokenizes, Lane packs. units.py says which row group a lane reads next, and shards.py reads its
+parquet rows: one row is a document. The loader (loader.py) makes the lanes of a rank and calls make_rows from
 its threads. docs/data.md explains the design.
 """
 import math
@@ -176,7 +177,7 @@ class Lane:
         self.number = number
         self.shared = shared
         self.row_tokens = row_tokens
-        self.reader = PieceReader(number, state, shared, row_tokens, num_units)
+        self.pieces = PieceReader(number, state, shared, row_tokens, num_units)
         self.rows = state.rows
         self.waited = state.waited
         self.tokens = state.tokens
@@ -195,7 +196,7 @@ class Lane:
     @property
     def place(self):
         """The file and row group that it reads, for messages."""
-        return self.reader.place
+        return self.pieces.place
 
     def make_rows(self, count):
         """Returns the next rows, int32 (count, row_tokens), and a list with the LaneState's fields after each row.
@@ -217,13 +218,13 @@ class Lane:
         if self.buffer is None:
             self.buffer = tuple(self.refs)
         pending = self.pending and (*self.pending[0].ref, self.pending[1])
-        return self.rows, self.reader.next, self.buffer, pending, self.waited, self.tokens, self.dropped, self.documents
+        return self.rows, self.pieces.next, self.buffer, pending, self.waited, self.tokens, self.dropped, self.documents
 
     def _restore(self, state):
-        """Takes the Pieces that the state names, which the reader has first."""
+        """Takes the Pieces that the state names, which `pieces` has first."""
         buffered = {tuple(ref) for ref in state.buffer}
         for _ in range(len(state.buffer) + bool(state.pending)):
-            piece = self.reader.take()
+            piece = self.pieces.take()
             if state.pending and piece.ref == tuple(state.pending[:3]):
                 self.pending = piece, state.pending[3]
             elif piece.ref in buffered:
@@ -282,10 +283,10 @@ class Lane:
             is_full = self.buffered_tokens >= BUFFER_TOKENS or len(self.refs) >= enough
             if is_full and self.buffered_tokens >= 2 * self.row_tokens:
                 return
-            piece = self.reader.peek()
+            piece = self.pieces.peek()
             if piece is None or piece.tokens[0] != self.shared.tokenizer.bos_id:
                 return  # the next piece belongs to a document in the buffer, and is read once that is begun
-            self._keep(self.reader.take())
+            self._keep(self.pieces.take())
 
     def _choose(self, space):
         """Removes the Pieces that come next from the buffer and returns them, for a row with `space` tokens left. All
@@ -332,7 +333,7 @@ class Lane:
             elif not space:
                 self.pending = piece, offset - 1  # the last token of this row is the first of the next
             else:  # on to the next piece of the same document
-                self.pending = (self.reader.take(), 0) if self.reader.peek() else None
+                self.pending = (self.pieces.take(), 0) if self.pieces.peek() else None
         return space
 
 

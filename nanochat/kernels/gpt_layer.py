@@ -1,4 +1,5 @@
-"""The GPT's layer (layers.gpt_layer) for the loop over the layers, with a backward pass written by hand.
+"""The GPT's layer (layers.gpt_layer) for the loop over the layers, with a backward pass written by hand. xla.py brings
+it and layer_loop.py together.
 
 The forward pass keeps 9 widths per token and layer for the backward pass. It reads some of them from their stack, so
 that the matrix product that makes them writes there directly; otherwise XLA would copy them. RMSNorm multiplies the
@@ -47,7 +48,7 @@ class How:
     options: layers.LayerOptions
     attention: AttentionByHand
     sharding: Sharding = WHOLE
-    products: Halves = Halves()
+    products: Halves = Halves()  # how attention and MLP multiply
 
     def saved(self):
         """Returns {name: dtype, or None for that of x} of the stacks that are kept for the backward pass, (slots, B, T,

@@ -6,7 +6,8 @@ gradients in place, slice by slice.
 
 A layer is a function that PyTorch can differentiate. By default the backward loop computes each layer again from its
 input, and differentiates it inside the traced body of the loop. A layer may bring its own backward pass (LayerByHand):
-then the forward loop keeps what that needs, and little or nothing is computed twice.
+then the forward loop keeps what that needs, and little or nothing is computed twice. xla.py calls run_layers, with the
+Layer that gpt_layer.py makes, for example.
 """
 from collections.abc import Callable
 from dataclasses import dataclass

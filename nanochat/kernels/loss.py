@@ -6,8 +6,8 @@ Both distributions of the KL divergence are at `temperature`; its square keeps t
 comparable.
 
 This file has the losses in PyTorch's own operations, for every device, and ChunkedLoss, with which xla_loss.py
-differentiates its own. hidden is (N, C), head (V, C), targets (N,); a target of IGNORE_INDEX has neither loss nor
-gradient, but counts in the mean.
+differentiates its own. choose.py chooses, and a model (model/decoder.py) calls what was chosen. hidden is (N, C), head
+(V, C), targets (N,); a target of IGNORE_INDEX has neither loss nor gradient, but counts in the mean.
 """
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -72,7 +72,8 @@ def chunked_mean_loss(chunk_tokens, hidden, head, targets, cap, teaching=None):
 
 @dataclass(frozen=True)
 class ChunkBody:
-    """The body of ChunkedLoss's loop. Here by definition, on any device; those of xla_loss.py have another of_chunk."""
+    """The body of ChunkedLoss's loop. Here by definition, on any device; those of xla_loss.py have another of_chunk.
+    Its arguments are those of device/xla_ops.py, loop."""
     cap: LogitCap
     sharding: Sharding
     num_tokens: int  # of all chunks

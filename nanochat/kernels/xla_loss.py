@@ -1,4 +1,5 @@
-"""Embedding and loss of the kernels `chunked` and `flash` on XLA: cross-entropy in chunks of tokens.
+"""Embedding and loss of the kernels `chunked` and `flash` on XLA: cross-entropy in chunks of tokens. xla.py
+makes them those of a model.
 
 Their backward passes add to the `main_grad` of the weights in place (see Decoder.create_main_grads).
 """
@@ -99,13 +100,14 @@ class _FastBody(ChunkBody):
 
     def of_chunk(self, index, scale, hidden, head, targets, first_row=0):
         import torch_xla.core.xla_model as xm
-        losses, weights, of_target, total = _losses(self.cap, self.sharding, _logits(hidden, head), targets, head,
-                                                    first_row)
-        xm.optimization_barrier_([weights])  # else XLA keeps the logits, and both products compute exponentials again
+        logits = _logits(hidden, head)
+        losses, numerators, of_target, total = _losses(self.cap, self.sharding, logits, targets, head, first_row)
+        # Else XLA would keep the logits, and both products compute exponentials again.
+        xm.optimization_barrier_([numerators])
         scale = scale / total
         # _with_targets is called twice, because a result that both products need would be written to HBM first.
-        d_head = (_with_targets(weights.t(), of_target.t()) @ (hidden * scale).to(hidden.dtype)).float()
-        d_hidden = (_with_targets(weights, of_target) @ head) * scale
+        d_head = (_with_targets(numerators.t(), of_target.t()) @ (hidden * scale).to(hidden.dtype)).float()
+        d_hidden = (_with_targets(numerators, of_target) @ head) * scale
         return losses, d_hidden.to(hidden.dtype), d_head
 
 
@@ -115,12 +117,12 @@ class Int8Body(ChunkBody):
 
     def of_chunk(self, index, scale, hidden, head, targets):
         logits = int8.linear(int8.rounded(hidden), int8.rounded_weight(head))
-        losses, weights, of_target, total = _losses(self.cap, self.sharding, logits, targets, head)
+        losses, numerators, of_target, total = _losses(self.cap, self.sharding, logits, targets, head)
         if hidden.device.type == "xla":
             import torch_xla.core.xla_model as xm
-            xm.optimization_barrier_([weights])
+            xm.optimization_barrier_([numerators])
         # No number exceeds `total`, up to the rounding of bfloat16.
-        d = int8.dithered_by_place(_with_targets(weights, of_target), 1.01 * total, index * len(hidden))
+        d = int8.dithered_by_place(_with_targets(numerators, of_target), 1.01 * total, index * len(hidden))
         d = Rows(d.integers, d.scale * (scale / total))
         # Rounded by columns for this product. With the scales of its rows in d instead, the rows of rare tokens, whose
         # scales are small, got a gradient of noise.
@@ -134,13 +136,13 @@ def _logits(hidden, head):
 
 
 def _losses(cap, sharding, logits, targets, head, first_row=0):
-    """Returns the losses (N,) of logits (N, V) before the cap, and the terms of their gradients: `weights` (N, V),
+    """Returns the losses (N,) of logits (N, V) before the cap, and the terms of their gradients: `numerators` (N, V),
     `of_target` (N, 1) and `total` (N, 1), for this rank's rows of the head, from `first_row` on.
 
     A loss's gradient with respect to the logits is (softmax - one-hot) × slope, where slope is the derivative of the
     cap. Times `total`, the sum of a row's exponentials, it is exponentials × slope, and (exponential - total) × slope
     at the target. The first is known with the logits, so the product that makes them writes it, and nothing else of
-    this size: `weights`, with -1 at the target, the place of `of_target`.
+    this size: `numerators`, with -1 at the target, the place of `of_target`.
 
     With a bounded cap, exponentials can be summed in fp32 without subtracting a maximum, which would cost another pass
     over the logits.
@@ -160,11 +162,11 @@ def _losses(cap, sharding, logits, targets, head, first_row=0):
     losses = torch.where(targets == IGNORE_INDEX, 0.0, losses)
     # Exponentials × slope are never negative, so -1 can only be the target. Comparing positions in each product instead
     # took 23.1 ms for a micro-step of one layer, not 22.5 (v5e).
-    weights = torch.where(is_target, -1.0, exponentials * slope).to(head.dtype)
+    numerators = torch.where(is_target, -1.0, exponentials * slope).to(head.dtype)
     of_target = (torch.exp(picked - largest) - total) * cap.slope_at(picked)
-    return losses, weights, of_target.to(head.dtype), total
+    return losses, numerators, of_target.to(head.dtype), total
 
 
-def _with_targets(weights, of_target):
+def _with_targets(numerators, of_target):
     """Returns the gradient with respect to the logits, times `total`, from the results of `_losses`."""
-    return torch.where(weights < 0, of_target, weights)
+    return torch.where(numerators < 0, of_target, numerators)

@@ -1,6 +1,6 @@
 """The architecture of a GPT, described once. The fields of GPTConfig make base_train's flags, what a checkpoint stores,
-the lines that describe a run, the model card and an export. A new field needs no line anywhere else. Flags are read
-without torch, which takes seconds to import: a config imports its model inside new_model."""
+the lines that describe a run, the model card and an export. CONTRIBUTING.md says what else a new field needs. Flags
+are read without torch, which takes seconds to import: a config imports its model inside new_model."""
 import math
 from dataclasses import dataclass, fields
 

@@ -1,5 +1,5 @@
 """What the models have in common: a decoder whose layers run one after another, or as one loop on XLA. It knows neither
-its device nor how a mesh divides it.
+its device nor how a mesh divides it. gpt.py and llama.py add what differs. The loss of a task (language.py) calls it.
 
 The weights of all layers are stacked: `attn_q` is (layer, out, in). So Muon orthogonalises all layers in one batched
 product, collectives move a few large gradients, and a loop over the layers copies nothing.

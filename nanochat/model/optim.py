@@ -1,4 +1,5 @@
-"""The optimizer: Muon for the matrices, AdamW for the other weights. rates.py has their rates.
+"""The optimizer: Muon for the matrices, AdamW for the other weights. rates.py has their rates. A step (train/step.py)
+ends with its update.
 
 Numbers that change with the step (learning rates, momentum, bias corrections) reach the device as one small tensor. The
 compiled program contains none of them, so no schedule makes it compile again.
@@ -270,6 +271,7 @@ class MuonAdamW:
                             scheduled.momentum)
         for name in self.parameters:
             master, state = self.masters[name], self._state_of(name)
+            # AdamW gets the gradient, Muon what _moved returns.
             new, new_state = self.rule_of[name].update(master, state, moved.get(name, gradients[name]), scheduled)
             if self.rules.average_decay:
                 new_state["average"] = state["average"].lerp(new, 1 - self.rules.average_decay)

@@ -1,4 +1,5 @@
-"""Learning rates: how high, for which parameter, and their schedule."""
+"""Learning rates: how high, for which parameter, and their schedule. A plan (train/plan.py) asks the model's config for
+its Rules, which the optimizer (optim.py) follows."""
 import math
 from dataclasses import dataclass
 

@@ -1,4 +1,5 @@
-"""The micro-batches of a training step, and the position in the data after each."""
+"""The micro-batches of a training step, and the position in the data after each. A task makes a RowFeed (language.py),
+and a step iterates it (step.py)."""
 
 
 # The loader prefetches up to a block of rows for each lane. A checkpoint must hold the positions after the last

@@ -1,4 +1,5 @@
-"""The checkpoints of a running run: every rank hands over its part, and rank 0 writes them in the background."""
+"""The checkpoints of a running run: every rank hands over its part, and rank 0 writes them in the background.
+The trainer (trainer.py) says when."""
 from nanochat.checkpoint import saver
 from nanochat.checkpoint.pieces import Layout
 from nanochat.checkpoint.uploader import Uploader

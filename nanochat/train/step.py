@@ -11,6 +11,8 @@ For the task of C++ (language.py), run() does this:
         (loss / (micro_steps × readers)).backward()                # adds to each weight's main_grad
     optimizer.update(scheduled, sums)                              # sums main_grad over the ranks; Muon and AdamW
 
+Readers are the ranks that read different rows: all of them without --mesh_tensor.
+
 The trainer (trainer.py), preflight and benches run this class. A task brings the model, optimizer, objective and
 batches.
 """
@@ -27,7 +29,8 @@ from nanochat.record.observe import Observer
 @dataclass(frozen=True)
 class Objective:
     """What a micro-step computes. loss(model, carry, **batch) -> ({name: mean over the micro-batch, a scalar tensor},
-    the new carry): a pure function. The losses have all of `names`; the gradients come from the first."""
+    the new carry): a pure function. The losses have all of `names`; the gradients come from the first. The carry is
+    what a task hands from one micro-step to the next, {} for C++."""
     loss: Callable
     names: tuple = ("loss",)
     teacher: torch.nn.Module | None = None  # read-only
@@ -91,7 +94,7 @@ class TrainingStep:
         for name, tensor in self.carry.items():
             tensor.copy_(carry[name])
         losses = {name: losses[name] * self.loss_scale for name in self.sums}
-        next(iter(losses.values())).backward()
+        next(iter(losses.values())).backward()  # into main_grad, see Decoder.create_main_grads
         for name, total in self.sums.items():
             total += losses[name].detach()
 
@@ -102,7 +105,7 @@ class TrainingStep:
         global batch, by name, and the optimizer's measurements.
         """
         measured = self.optimizer.update(scheduled, self.sums)
-        self.model.after_update()
+        self.model.after_update()  # which rounds weights for --products=int8
         return measured
 
     # What stays on the device

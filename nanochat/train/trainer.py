@@ -1,7 +1,8 @@
 """The training loop of one rank. It knows when something happens, and the task (task.py) what happens.
 
 launch.py makes a Trainer in each rank and calls train(). Its loop runs train_step until the end of the run, and between
-two steps it logs, saves and evaluates. train_step hands over to TrainingStep.run (step.py), where forward pass,
+two steps it logs, saves and evaluates. A lane (data/lanes.py) is one of --num_lanes streams of rows; its state is its
+position in the data. train_step hands over to TrainingStep.run (step.py), where forward pass,
 backward pass and update are.
 """
 import math

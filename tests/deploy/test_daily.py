@@ -7,6 +7,8 @@ import subprocess
 import sys
 import time
 
+import pytest
+
 from tests.deploy.conftest import ROOT, eventually, train
 
 
@@ -173,6 +175,7 @@ def test_status_shows_one_screen_for_a_running_and_for_a_crashed_run(laptop, vm)
     assert "unreachable" in laptop.run("status.sh", vm.ip, status=1)
 
 
+@pytest.mark.slow
 def test_status_shows_errors_and_a_full_disk_and_no_warnings(laptop, vm):
     train(laptop, vm, "--run=a", "--num_iterations=1")
     laptop.run("stop_run.sh", vm.ip)
@@ -190,6 +193,7 @@ def test_status_shows_errors_and_a_full_disk_and_no_warnings(laptop, vm):
     assert f"  error  {error}" in laptop.run("status.sh", vm.ip)
 
 
+@pytest.mark.slow
 def test_status_shows_a_mirror_that_falls_behind(laptop, vm):
     train(laptop, vm, "--run=d16", "--num_iterations=4", "--save_every=2")
     laptop.run("logs.sh", vm.ip)

@@ -19,6 +19,7 @@ def pod(laptop):
     return vms
 
 
+@pytest.mark.slow
 def test_every_worker_is_set_up_and_trains_and_stops(laptop, pod):
     hosts = pod[0].all
     laptop.run("push.sh", hosts, "--worker=1")
@@ -66,6 +67,7 @@ def test_a_worker_that_cannot_start_or_ends_keeps_all_from_training_and_is_named
     assert "not running everywhere: stopping it" in output and not any(vm.trainers() for vm in pod)
 
 
+@pytest.mark.slow
 def test_a_pod_is_reached_by_its_name_wherever_its_vms_are_now(laptop, pod, cloud):
     cloud.boot = lambda node, index: pod[index].ip
     cloud.hosts["v5litepod-16"] = 2

@@ -16,6 +16,7 @@ VERBS = sorted(path.stem for path in DEPLOY.glob("*.sh"))
 BAD_BATCH = "--total_batch_size=999"  # which eight chips cannot divide
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verb", VERBS)
 def test_help_names_every_flag_and_an_unknown_one_and_a_missing_or_third_name_are_refused(verb):
     script = DEPLOY / f"{verb}.sh"

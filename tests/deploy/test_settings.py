@@ -128,6 +128,7 @@ def test_a_dry_run_of_watch_says_what_the_budget_buys():
     assert "on demand" in said and "warning: the budget lasts 18 s" in said and "--margin_s=600" in said
 
 
+@pytest.mark.slow
 def test_a_dry_run_of_train_is_in_words_and_one_command_is_not_two():
     said = run("train.sh", "192.0.2.1", "--ssh_user=me", "--dry_run", "--", "--run=d16").stderr
     assert "+ ssh me@192.0.2.1: " in said and "base_train '--run=d16'" in said and "set -a" not in said

@@ -84,7 +84,7 @@ def test_output_without_end_neither_fills_the_memory_nor_ends_the_watch(settings
 def test_an_answer_is_whole_though_the_log_has_no_room(settings, tmp_path):
     StandIn.program(tmp_path / "push.sh", "echo state=READY")
     (settings.state / "push.log").symlink_to("/dev/full")
-    assert Calls(settings)("push", 20) == (0, "state=READY\n")
+    assert Calls(settings)("push", 20) == Result(0, "state=READY\n")
 
 
 def test_a_process_that_cannot_be_killed_holds_nobody_up():

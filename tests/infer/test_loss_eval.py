@@ -46,7 +46,7 @@ def test_three_bits_for_every_byte_are_three_bits_per_byte(evaluate):
     (qwen, "// cafe\u0301\n"),  # 10 bytes, and 9 in NFC
     (qwen, "// \u0958\n"),  # 7 bytes, and 10 in NFC
     (smollm2, "// \x02\x04\n"),  # bytes without a token
-    (llama3, "// cafe\u0301\n"),
+    pytest.param(llama3, "// cafe\u0301\n", marks=pytest.mark.slow),
 ])
 @pytest.mark.parametrize("seq_len", [8, pytest.param(32, marks=pytest.mark.slow)])
 def test_bytes_are_those_of_the_files_where_a_tokenizer_changes_text(tmp_path, make, line, seq_len):

@@ -74,6 +74,7 @@ def test_the_tree_finds_what_compiles_at_a_budget_at_which_whole_functions_do_no
         assert (answer.status == COMPILES) == judge.check_syntax(PROMPT + answer.text + "\n}\n").passed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_every_token_and_every_call_is_charged_and_no_budget_exceeded(learner, judge, method, monkeypatch):
     drawn, asked = [], set()

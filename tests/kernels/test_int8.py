@@ -108,7 +108,8 @@ def by_definition(products):
 
 
 @pytest.mark.parametrize("kernel, accelerator, recompute", [
-    ("chunked", "", "none"), pytest.param("chunked", "", "all", marks=pytest.mark.slow),
+    pytest.param("chunked", "", "none", marks=pytest.mark.slow),
+    pytest.param("chunked", "", "all", marks=pytest.mark.slow),
     pytest.param("flash", "v5litepod-8", "none", marks=pytest.mark.slow),
     pytest.param("flash", "v6e-4", "none", marks=pytest.mark.slow), ("flash", "v6e-4", "all")])
 def test_the_layer_by_hand_is_the_definition(monkeypatch, kernel, accelerator, recompute):

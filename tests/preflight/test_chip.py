@@ -121,8 +121,8 @@ def test_a_kernel_with_a_wrong_sign_does_not_hold(setting):
     assert wrong.breaks == "flash" and "attn_q" in wrong.figure
 
 
-@pytest.mark.parametrize("check, is_slow", [
-    pytest.param(faulty.quick_host, False, marks=pytest.mark.slow), (faulty.slow_host, True)])
+@pytest.mark.slow
+@pytest.mark.parametrize("check, is_slow", [(faulty.quick_host, False), (faulty.slow_host, True)])
 def test_a_loader_that_is_slower_than_the_chips_is_named(check, is_slow, setting):
     directory = chip_runs.run_directory(setting, "4_micro_steps")
     directory.mkdir(parents=True)  # slow: 2 ranks, 2 rows of 129 tokens in a tenth of a second

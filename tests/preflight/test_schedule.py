@@ -22,7 +22,7 @@ lowered = jax.jit(lambda a, b: jax.numpy.dot(a, b, preferred_element_type="bfloa
 
 
 @needs_compiler
-@pytest.mark.parametrize("accelerator", ["v5litepod-1", "v6e-1"])
+@pytest.mark.parametrize("accelerator", ["v5litepod-1", pytest.param("v6e-1", marks=pytest.mark.slow)])
 def test_a_product_takes_as_long_as_its_operations_at_the_peak_rate(accelerator, tmp_path):
     size, tpu_slice = 2048, tpu.parse_accelerator(accelerator)
     schedule, _ = schedule_of("product", PRODUCT, (size,), tpu_slice, tmp_path / "a name with spaces", 600)

@@ -63,6 +63,7 @@ def tiny_report(tiny_process):
     return tiny_process.report
 
 
+@pytest.mark.slow
 def test_it_begins_with_the_plan_that_base_train_prints(monkeypatch, tiny, tiny_process):
     monkeypatch.setenv("TPU_ACCELERATOR_TYPE", "v5litepod-4")
     flags = parse_flags([*tiny, "--kernel=current"])
@@ -250,7 +251,8 @@ for rank in (0, 3, 254):
 """
 
 
-@pytest.mark.parametrize("teacher", [(), pytest.param(("--teacher=teacher",), marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("teacher", [(), ("--teacher=teacher",)])
 def test_all_ranks_of_a_mesh_run_the_same_programs(train, traced, teacher):
     """Otherwise their collectives would not meet on a TPU, where each rank traces for itself. Each of these 256 holds a
     quarter of the teacher's weights, in bf16."""

@@ -124,6 +124,7 @@ def test_a_student_on_a_mesh_learns_from_a_divided_teacher_as_without_a_mesh(tra
     assert {s: resumed.losses[s] for s in (4, 5)} == {s: divided.losses[s] for s in (4, 5)}
 
 
+@pytest.mark.slow
 def test_a_teacher_whose_weights_the_mesh_cannot_divide_is_refused(tiny, teacher, odd_tokenizer_dir, monkeypatch):
     monkeypatch.setenv("CPU_NUM_DEVICES", "8")
     flags = last_of_each(*tiny, f"--tokenizer_dir={odd_tokenizer_dir}", "--kernel=chunked", "--teacher=teacher",
