@@ -15,6 +15,7 @@ resolve() {
 # aim sets TARGETS (ssh destinations) and ALIASES (names in known_hosts) from VM_IPS and WORKER.
 aim() {
   local ip n=0
+  case $VM_IPS in *[[:space:]]*) die 2 "'$VM_IPS' is no HOST: write several with commas and no blanks between them" ;; esac
   TARGETS=() ALIASES=()
   for ip in $(printf %s "$VM_IPS" | tr , ' '); do
     case $ip in -* | *[!A-Za-z0-9@.:_%-]*) die 2 "$ip is no HOST: give an IP, an ssh host or the VM's name" ;; esac

@@ -32,6 +32,12 @@ def test_help_names_every_flag_and_an_unknown_one_and_a_missing_or_third_name_ar
         assert result.returncode == 2 and result.stderr.startswith("error: ") and len(result.stderr.splitlines()) == 1
 
 
+def test_hosts_with_a_blank_between_them_are_refused():
+    for verb in ("push", "status"):
+        result = run(f"{verb}.sh", "192.0.2.1 192.0.2.2")
+        assert result.returncode == 2 and "'192.0.2.1 192.0.2.2' is no HOST" in result.stderr
+
+
 def test_a_script_is_found_through_links_and_stops_without_its_library(tmp_path):
     headers = {re.search("^me=.*\n.*$", (DEPLOY / f"{verb}.sh").read_text(), re.MULTILINE)[0] for verb in VERBS}
     assert len(headers) == 1, "what holds for one script holds for all"
