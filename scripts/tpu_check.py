@@ -40,6 +40,7 @@ from nanochat.common import (
     say,
     work,
 )
+from nanochat.data.remote import Interruption
 from nanochat.data.storage import delete_file, is_remote, list_files
 from nanochat.device import tpu
 from nanochat.device.ranks import resolve_device_type
@@ -102,11 +103,11 @@ def main(argv=None):
             setting = replace(setting, mirror=f"{flags.record.checkpoint_mirror}/tpu_check_{begun}")
         found = check_all(setting, plan, minutes, pod)
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
-        if setting.mirror and setting.is_first:
-            delete_copies(setting.mirror)
         measured = accelerator and measurements(found, plan, accelerator)
         status = deliver(found, flags.replace(**instead_of(found, plan)), measured, folder)
         if pod:
+            if host.is_first:
+                delete_copies(setting.mirror)
             pod.gather(END, status)
     if measured:  # where the preflight looks for it
         chips = require_writable_dir(get_base_dir() / "chips")
@@ -194,10 +195,14 @@ def run_alone(name, check, setting):
 
 def delete_copies(mirror):
     """Deletes what the runs of the checks have copied to a mirror of theirs."""
-    if not is_remote(mirror):
-        return shutil.rmtree(mirror, ignore_errors=True)
-    for path in list_files(mirror):
-        delete_file(f"{mirror}/{path}")
+    try:
+        if is_remote(mirror):
+            for path in list_files(mirror):
+                delete_file(f"{mirror}/{path}")
+        elif Path(mirror).exists():
+            shutil.rmtree(mirror)
+    except (BadInput, Interruption, OSError) as error:
+        say(f"the checks' copies in {mirror} are left ({error}): delete them")
 
 
 def broken(found):

@@ -5,10 +5,12 @@ import shutil
 import socket
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
 from nanochat.common import BadInput
+from nanochat.data.remote import Interruption
 from nanochat.device.ranks import spawn_ranks
 from nanochat.device.tpu import parse_accelerator
 from nanochat.preflight import chip, chip_runs
@@ -191,6 +193,16 @@ def test_the_status_and_the_flags_with_which_a_run_works(broken, status, instead
     config = tmp_path / "check.toml"
     assert config.exists() == (status != 3)
     assert status == 3 or parse_flags([f"--config={config}"]) == asked.replace(**instead)
+
+
+def test_copies_of_the_checks_that_cannot_be_deleted_are_said_and_lose_nothing(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(tpu_check, "list_files", mock.Mock(side_effect=Interruption("503")))
+    tpu_check.delete_copies("gs://b/m")
+    assert "copies in gs://b/m are left (503)" in capsys.readouterr().out
+    (tmp_path / "m/whole").mkdir(parents=True)
+    for _ in range(2):
+        tpu_check.delete_copies(str(tmp_path / "m"))
+    assert not (tmp_path / "m").exists() and not capsys.readouterr().out
 
 
 def test_a_message_has_no_names_addresses_or_keys():
