@@ -23,22 +23,31 @@ load_env
 ! running || fail "a run is running: $(current); stop_run.sh ends it" 6
 cd ~/nanochat 2>/dev/null || fail "no code on this VM: push.sh first" 2
 [ -x "$D/venv/bin/python" ] || fail "packages are missing: setup.sh first" 2
-exec flock -n "$D/run.lock" "$D/venv/bin/python" -u -m scripts.tpu_check --out_dir="$D" "$@"
+rm -f "$D/check/check.json" "$D/check/check.toml"  # of an earlier check
+echo $$ >"$(note "check.$1")"
+exec flock -n -F "$D/run.lock" "$D/venv/bin/python" -u -m scripts.tpu_check --out_dir="$D" "${@:2}"
+END
+script STOP <<'END'
+pid=$(cat "$(note "check.$1")" 2>/dev/null) || exit 0  # it did not begin here
+kill "$pid" 2>/dev/null || true
+ended 60 || fail "the check still runs here: process $pid"
 END
 script SEND <<'END'
-cd "$D/check"
+cd "$D/check" 2>/dev/null && [ -f check.json ] || fail "the check has failed: its last lines say why"
 for name in check.json check.toml; do
   [ ! -f "$name" ] || { echo "$(stat -c %s "$name") $name"; cat "$name"; }
 done
 echo end
 END
-status=0
-# shellcheck disable=SC2317,SC2329  # first_of calls it by name
-check() { vm "$1" "$CHECK" ${FLAGS[@]+"${FLAGS[@]}"}; }
+status=0 token=$$.$RANDOM
+# shellcheck disable=SC2317,SC2329  # first_of and each call them by name
+{ check() { vm "$1" "$CHECK" "$token" ${FLAGS[@]+"${FLAGS[@]}"}; }; stop() { vm "$1" "$STOP" "$token"; }; }
+# Ctrl-C and a failure have ended only what ran here.
+give_up() { READ=(lines); rmdir "$TO" 2>/dev/null || true; each stop || true; exit "$1"; }
 LAST_LINES_S=10 first_of check || status=$?
-case $status in 0 | 1 | 3) ;; *) exit $status ;; esac
+case $status in 0 | 1 | 3) ;; *) give_up $status ;; esac
 READ=(files "$TO" check.json check.toml)
-retry vm 0 "$SEND"
+retry vm 0 "$SEND" || give_up $?
 CHIPS=${NANOCHAT_BASE_DIR:-$HOME/.cache/nanochat}/chips  # where tpu_preflight looks
 [ ! -f "$TO/check.json" ] || { mkdir -p "$CHIPS"; cp "$TO/check.json" "$CHIPS/${TO##*/}.json"; }
 say "what it found is in $TO"

@@ -84,6 +84,9 @@ def main(argv=None):
     if host and flags.record.checkpoint_mirror is None:
         raise BadInput("the runs of a check on several hosts need --checkpoint_mirror, as every run there: give "
                        "gs://BUCKET/FOLDER, or a directory that all hosts share")
+    if host and host.port + CHANNEL >= 2**16:
+        raise BadInput(f"NANOCHAT_POD_PORT={host.port} leaves no port {host.port + CHANNEL} for the check: give a "
+                       "smaller number")
     hosts = host.count if host else 1
     plan = make_plan(flags, run_tokenizer(flags).n_vocab, device_type, expected_world_size(device_type, hosts))
     folder = require_writable_dir(own.out_dir or get_base_dir()) / "check"
@@ -101,13 +104,15 @@ def main(argv=None):
             require_alike(pod.names, about, "start the same code with the same command on all hosts")
             begun = pod.gather("when they begin", time.strftime("%Y%m%d_%H%M%S"))[0]
             setting = replace(setting, mirror=f"{flags.record.checkpoint_mirror}/tpu_check_{begun}")
-        found = check_all(setting, plan, minutes, pod)
-        shutil.rmtree(folder / "checkpoints", ignore_errors=True)
-        measured = accelerator and measurements(found, plan, accelerator)
-        status = deliver(found, flags.replace(**instead_of(found, plan)), measured, folder)
-        if pod:
-            if host.is_first:
+        try:
+            found = check_all(setting, plan, minutes, pod)
+            shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+            measured = accelerator and measurements(found, plan, accelerator)
+            status = deliver(found, flags.replace(**instead_of(found, plan)), measured, folder)
+        finally:  # also if a host has died, or on Ctrl-C
+            if pod and host.is_first:
                 delete_copies(setting.mirror)
+        if pod:
             pod.gather(END, status)
     if measured:  # where the preflight looks for it
         chips = require_writable_dir(get_base_dir() / "chips")
@@ -133,7 +138,7 @@ def check_all(setting, plan, minutes, pod=None):
         begun = time.monotonic()
         flags = setting.flags.replace(**instead_of(found, plan))
         check = getattr(import_module(f"nanochat.preflight.{file}"), name)
-        found[name] = run_limited(name, check, replace(setting, flags=flags), limit_s)
+        found[name] = run_limited(name, check, replace(setting, flags=flags), limit_s, pod)
         if pod:
             found[name] = of_all_hosts(pod.gather(f"what {name} has found", [*map(asdict, found[name])]))
         failed = "; ".join(f"{each.what}: {each.figure}" for each in found[name] if not each.holds)
@@ -150,15 +155,18 @@ def of_all_hosts(found):
     return [Finding(**each) for each in [*found[0], *others]]
 
 
-def run_limited(name, check, setting, limit_s):
-    """Runs a check in a process of its own. Returns its Findings, with one more if it does not end well."""
+def run_limited(name, check, setting, limit_s, pod=None):
+    """Runs a check in a process of its own, which ends early if the Pod fails. Returns its Findings, with one more if
+    it does not end well."""
     from nanochat.preflight.chip import Finding, anonymous, holders
     log = setting.folder / f"{name}.log"
     log.touch()  # for a process that ends before its first line
     process = get_context("spawn").Process(target=run_alone, args=(name, check, setting))
     process.start()
     try:
-        process.join(limit_s)
+        deadline = time.monotonic() + limit_s
+        while process.is_alive() and time.monotonic() < deadline and not (pod and pod.failure):
+            process.join(0.5)
         status = process.exitcode
     finally:
         process.kill()
@@ -167,11 +175,13 @@ def run_limited(name, check, setting, limit_s):
         process.join()
     path = setting.folder / f"{name}.json"
     found = [Finding(**json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
+    # Without a finding of `training`, not even the kernel that every run can have has trained.
+    is_first_step = name in ("machine", "collectives") or name == "training" and setting.is_first and not found
     if status != 0:
         words = log.read_text(errors="replace").split()[-20:]
         figure = f"status {status}: {' '.join(words)}" if status else f"hangs, ended after {limit_s:.0f} s"
         found.append(Finding(f"{name} ends", False, anonymous(figure), f"within {limit_s:.0f} s",
-                             "run" if name in ("machine", "collectives") else ""))
+                             "run" if is_first_step else ""))
     deadline = time.monotonic() + FREE_AGAIN_S
     while (pids := holders()) and time.monotonic() < deadline:
         time.sleep(0.2)

@@ -23,7 +23,8 @@ class Result(NamedTuple):
 
     @property
     def last_line(self):
-        text = self.errors if self.status and self.errors else self.output
+        is_said = not self.status and self.output.strip()  # what a look that worked says is in its output
+        text = self.output if is_said or not self.errors.strip() else self.errors
         lines = [line for line in text.splitlines() if line.strip()]
         return lines[-1][:LINE] if lines else ""
 

@@ -119,7 +119,7 @@ end_if_it_fails() { # end_if_it_fails FIRST I COMMAND: for first_of; FIRST is th
   local status=0
   "${@:3}" "$2" 2>&1 | sed "s/^/[worker $2] /" || status=$?
   [ $status != 0 ] && [ $status != 255 ] || return 0
-  echo $status >"$TMP/failed"
+  [ -s "$TMP/failed" ] || echo $status >"$TMP/failed"  # the first that failed is the cause
   sleep "$LAST_WORDS_S"
   kill -- "-$1" 2>/dev/null || true
 }

@@ -255,13 +255,14 @@ def host(setting):
     headers = sorted(Path(torch.__file__).parent.glob("include/**/*.h"))[:MOST_HEADERS]
     pq.write_table(pa.table({"text": [header.read_text(errors="replace") for header in headers]}), path,
                    row_group_size=64)
-    rate = setting.chips * loader_rate(setting.flags, path)  # each rank has a loader
-    try:
-        eaten = read_run(run_directory(setting, "4_micro_steps")).median("tokens_per_s")
-    except BadInput:  # it has not trained
-        eaten = 0
-    yield Finding("host: the loaders feed the chips", rate > eaten, f"{rate:,.0f} tokens/s", f"{eaten:,.0f} tokens/s",
-                  factor=max(1, eaten / rate))  # a step takes as long as its data
+    if setting.is_first:  # which knows how fast the runs are
+        rate = setting.chips * loader_rate(setting.flags, path)  # each rank has a loader
+        try:
+            eaten = read_run(run_directory(setting, "4_micro_steps")).median("tokens_per_s")
+        except BadInput:  # it has not trained
+            eaten = 0
+        yield Finding("host: the loaders feed the chips", rate > eaten, f"{rate:,.0f} tokens/s",
+                      f"{eaten:,.0f} tokens/s", factor=max(1, eaten / rate))  # a step takes as long as its data
     prepare_xla_environment(setting.device_type)
     device = compute_init(setting.device_type).device
     torch.ones(1).to(device).cpu()  # starts the runtime
@@ -270,7 +271,7 @@ def host(setting):
     gb_per_s = COPIED_BYTES / 1e9 / (time.monotonic() - begun)
     yield Finding("copy to the device", gb_per_s > 0.1, f"{gb_per_s:.1f} GB/s", "0.1 GB/s")
     mirror = setting.flags.record.checkpoint_mirror
-    if is_remote(mirror):
+    if is_remote(mirror) and setting.is_first:  # the others would write the same file
         yield try_bucket(path, f"{mirror}/tpu_check.parquet")
 
 

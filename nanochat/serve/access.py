@@ -20,7 +20,7 @@ def error_answer(status, message):
     """Returns the answer to a refused request, an ASGI application."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     # A client whose body was not read to its end would keep sending it.
-    headers = {"Connection": "close"} if status in (413, 503) else None
+    headers = {"Connection": "close"} if status in (408, 413, 503) else None
     return JSONResponse({"error": {"message": message, "code": status, "type": kind}}, status, headers)
 
 

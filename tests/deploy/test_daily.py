@@ -24,6 +24,19 @@ def test_check_returns_its_status_and_brings_home_what_it_found(laptop, tmp_path
     assert "--to" in laptop.run("check.sh", vm.ip, "--to", to, "--", "--depth=3", status=2)
 
 
+@pytest.mark.slow
+def test_a_check_that_failed_brings_nothing_home_and_not_what_an_earlier_one_found(laptop, tmp_path):
+    vm = laptop.vm()
+    (vm.home / "nanochat").mkdir()
+    laptop.run("check.sh", vm.ip, "--to", tmp_path / "first", "--", "--depth=3", status=1)
+    vm.program(vm.home / "nanochat.d/venv/bin/python", "echo 'error: host w1 has ended' >&2; exit 1")
+    for _ in range(2):  # the folder is free again
+        output = laptop.run("check.sh", vm.ip, "--to", tmp_path / "second", "--", "--depth=4", status=1)
+        assert "host w1 has ended" in output and "the check has failed" in output and "what it found" not in output
+    assert not (tmp_path / "second").exists()
+    assert os.listdir(laptop.home / ".cache/nanochat/chips") == ["first.json"]
+
+
 def python(vm):
     """Returns the text of a program like Python, which also writes down that it was started."""
     return f"""echo "$0 $*" >>~/started

@@ -91,6 +91,26 @@ def test_all_workers_check_at_the_same_time_and_the_first_tells(laptop, pod, tmp
     assert (tmp_path / "found/check.toml").read_text() == "depth = 3"
 
 
+@pytest.mark.slow
+def test_a_check_that_a_worker_or_ctrl_c_ends_leaves_nothing_running(laptop, pod, tmp_path):
+    for vm in pod:
+        (vm.home / "nanochat").mkdir()
+    programs = [vm.home / "nanochat.d/venv/bin/python" for vm in pod]
+    fake = programs[0].read_text()
+    pod[0].program(programs[0], "touch ~/begun; exec sleep 1000")
+    pod[1].program(programs[1], "echo 'error: no' >&2; exit 2")
+    pod[2].program(programs[2], "sleep 2; exit 1")
+    check = ("--to", tmp_path / "a", "--", "--depth=3")
+    laptop.run("check.sh", pod[0].all, *check, status=2, env={"LAST_WORDS_S": "4"})
+    (pod[0].home / "begun").unlink()
+    process = laptop.start("check.sh", pod[0].ip, *check, under=("env", "--default-signal=INT"))
+    eventually((pod[0].home / "begun").exists)
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(60) == 130
+    programs[0].write_text(fake)
+    laptop.run("check.sh", pod[0].ip, *check, status=1)
+
+
 def test_ctrl_c_ends_the_following_and_not_the_run(laptop, pod):
     for vm in pod:
         vm.prepare()

@@ -66,6 +66,7 @@ def test_what_a_vm_writes_to_stderr_is_no_field_and_says_why_a_look_failed(setti
     result = Calls(settings)("lib/look", 60)
     assert result.fields == {"state": "running"} and result.last_line == "checkpoint=step_9"
     assert result._replace(status=0).last_line == "state=running"
+    assert {Result(0, "", "why\n").last_line, Result(1, "why\n", " \n").last_line} == {"why"}
 
 
 def test_a_script_that_hangs_is_ended_with_its_children_though_they_ignore_sigterm(settings, tmp_path):

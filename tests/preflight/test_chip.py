@@ -107,6 +107,12 @@ def test_a_check_that_does_not_start_or_end_is_named(check, limit_s, what, figur
     assert (found.what, found.breaks, found.holds) == (what, "run", False) and figure in found.figure
 
 
+@pytest.mark.slow
+def test_no_run_is_possible_if_the_first_training_hangs(setting):
+    found = {"training": tpu_check.run_limited("training", faulty.hanging_collectives, setting, 8)}
+    assert tpu_check.deliver(found, setting.flags, None, setting.folder) == tpu_check.NO_RUN
+
+
 def test_torch_xla_that_sees_no_chips_is_refused_before_it_spawns(monkeypatch):
     """It would say that max_workers must be greater than 0."""
     monkeypatch.setenv("PJRT_DEVICE", "TPU")

@@ -4,6 +4,7 @@ import sys
 
 import pytest
 
+from tests.deploy.conftest import eventually
 from tests.run.life import Life
 
 pytestmark = pytest.mark.slow
@@ -16,13 +17,13 @@ def start(tmp_path, byte_tokenizer_dir):
     """Starts the check on two hosts and returns their Lives."""
     lives = []
 
-    def run(*flags, **of_second):
+    def run(*flags, port="7790", **of_second):
         for index in (0, 1):
             lives.append(Life(
                 [sys.executable, "-m", "tests.preflight.pod_check", *SMALL, f"--tokenizer_dir={byte_tokenizer_dir}",
                  *flags],
                 {"NANOCHAT_HOSTS": "127.0.0.1,127.0.0.2", "NANOCHAT_HOST_INDEX": str(index),
-                 "NANOCHAT_POD_PORT": "7790", "NANOCHAT_HOST_NAME": f"w{index}", "CPU_NUM_DEVICES": "1",
+                 "NANOCHAT_POD_PORT": port, "NANOCHAT_HOST_NAME": f"w{index}", "CPU_NUM_DEVICES": "1",
                  "NANOCHAT_BASE_DIR": str(tmp_path / f"w{index}"), **(of_second if index else {})}, 600))
         return lives
 
@@ -46,6 +47,16 @@ def test_hosts_check_together_and_what_fails_on_one_is_in_the_table_of_all(start
     assert not list((tmp_path / "mirror").glob("*"))
 
 
-def test_a_pod_without_a_mirror_is_refused(start):
-    for life in start():
-        assert life.end() == 2 and "error: --" not in life.text and "need --checkpoint_mirror" in life.text
+def test_what_the_runs_have_copied_is_deleted_if_a_host_dies(start, tmp_path):
+    first, second = start(f"--checkpoint_mirror={tmp_path}/mirror", "--minutes=30")
+    eventually(lambda: list((tmp_path / "mirror").glob("tpu_check_*/current/*")), 300)
+    second.kill()
+    assert first.end() == 1 and "host w1 has ended" in first.text
+    assert not list((tmp_path / "mirror").glob("*"))
+
+
+@pytest.mark.parametrize("flags, port, words", [
+    ((), "7790", "need --checkpoint_mirror"), (("--checkpoint_mirror=/nowhere",), "65535", "leaves no port 65537")])
+def test_a_pod_without_a_mirror_or_a_port_is_refused(start, flags, port, words):
+    for life in start(*flags, port=port):
+        assert life.end() == 2 and words in life.text
