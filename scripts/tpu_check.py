@@ -147,10 +147,10 @@ def check_all(setting, plan, minutes, pod=None):
 
 
 def of_all_hosts(found):
-    """Returns the Findings of the first host, and what does not hold on others, with their place. found: the Findings
-    of each host, as dicts."""
+    """Returns the Findings of the first host, whose factors count, and what does not hold on others, with their place.
+    found: the Findings of each host, as dicts."""
     from nanochat.preflight.chip import Finding
-    others = [each | {"what": f"host {index}: {each['what']}"}
+    others = [each | {"what": f"host {index}: {each['what']}", "factor": None}
               for index, of_host in enumerate(found[1:], 1) for each in of_host if not each["holds"]]
     return [Finding(**each) for each in [*found[0], *others]]
 

@@ -3,7 +3,7 @@ import json
 import os
 import shutil
 import socket
-from dataclasses import replace
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 from unittest import mock
 
@@ -199,6 +199,13 @@ def test_the_status_and_the_flags_with_which_a_run_works(broken, status, instead
     config = tmp_path / "check.toml"
     assert config.exists() == (status != 3)
     assert status == 3 or parse_flags([f"--config={config}"]) == asked.replace(**instead)
+
+
+def test_what_does_not_hold_on_another_host_is_told_with_its_place_and_corrects_no_estimate():
+    found = [[asdict(Finding("collectives: 64 MB", holds, factor=2.0)), asdict(Finding("clock", True))]
+             for holds in (True, False)]
+    assert [(each.what, each.holds, each.factor) for each in tpu_check.of_all_hosts(found)] == [
+        ("collectives: 64 MB", True, 2.0), ("clock", True, None), ("host 1: collectives: 64 MB", False, None)]
 
 
 def test_copies_of_the_checks_that_cannot_be_deleted_are_said_and_lose_nothing(tmp_path, capsys, monkeypatch):
