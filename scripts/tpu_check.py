@@ -41,7 +41,7 @@ from nanochat.common import (
     work,
 )
 from nanochat.data.remote import Interruption
-from nanochat.data.storage import delete_file, is_remote, list_files
+from nanochat.data.storage import delete_folder
 from nanochat.device import tpu
 from nanochat.device.ranks import resolve_device_type
 from nanochat.run.hosts import describe, require_alike, this_host
@@ -92,7 +92,9 @@ def main(argv=None):
     folder = require_writable_dir(own.out_dir or get_base_dir()) / "check"
     move_aside(folder)
     setting = Setting(flags, device_type, require_writable_dir(folder), foreign, hosts, not host or host.is_first)
-    minutes = own.minutes if own.minutes > 0 else POD_MINUTES if host else MINUTES
+    minutes = own.minutes
+    if minutes < 0:  # it was not given
+        minutes = POD_MINUTES if host else MINUTES
     accelerator = setting.accelerator
     usd = accelerator and tpu.usd_per_hour(accelerator, spot=False)
     price = f", {usd * minutes / 60:.2f} USD on demand in the dearest region" if usd else ""
@@ -206,11 +208,7 @@ def run_alone(name, check, setting):
 def delete_copies(mirror):
     """Deletes what the runs of the checks have copied to a mirror of theirs."""
     try:
-        if is_remote(mirror):
-            for path in list_files(mirror):
-                delete_file(f"{mirror}/{path}")
-        elif Path(mirror).exists():
-            shutil.rmtree(mirror)
+        delete_folder(mirror)
     except (BadInput, Interruption, OSError) as error:
         say(f"the checks' copies in {mirror} are left ({error}): delete them")
 

@@ -1,5 +1,5 @@
-"""The tensors of a checkpoint: which file holds each one, which rank writes it, and how to read them. saver.py
-writes with it in its thread, and the trainer reads.
+"""The tensors of a checkpoint: which file holds each one, which rank writes it, and how to read them.
+saver.py writes them in its thread, and the trainer reads them.
 
 Weights and optimizer's state have a file each: model.safetensors and optimizer.safetensors. If one is larger than a few
 GB, it is divided into pieces of whole tensors, with an index, in the format of Hugging Face's libraries:

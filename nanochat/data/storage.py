@@ -12,6 +12,7 @@ this machine.
 import math
 import os
 import re
+import shutil
 import time
 from contextlib import suppress
 from functools import partial
@@ -120,3 +121,12 @@ def delete_file(url):
     Path(url).unlink(missing_ok=True)
     with suppress(OSError):
         Path(url).parent.rmdir()
+
+
+def delete_folder(place):
+    """Deletes a folder, as data_place returns it, with all files in it, if it is there."""
+    if is_remote(place):
+        for path in list_files(place):
+            delete_file(f"{place}/{path}")
+    elif Path(place).exists():
+        shutil.rmtree(place)

@@ -1,5 +1,5 @@
-"""Embedding and loss of the kernels `chunked` and `flash` on XLA: cross-entropy in chunks of tokens. xla.py
-makes them those of a model.
+"""Embedding and loss of the kernels `chunked` and `flash` on XLA: cross-entropy in chunks of tokens.
+xla.py hands them to a model.
 
 Their backward passes add to the `main_grad` of the weights in place (see Decoder.create_main_grads).
 """

@@ -43,7 +43,8 @@ def read_preflight_flags(argv=None, description=""):
     if not own.kinds <= set(PROGRAMS):
         raise BadInput(f"--programs={own.programs} is unknown: choose among {','.join(PROGRAMS)}")
     tpu.require_known_zone(own.tpu_slice.accelerator, own.zone)
-    if own.json and (own.json.is_dir() or not os.access(own.json if own.json.exists() else own.json.parent, os.W_OK)):
+    if own.json and (own.json.is_dir() or own.json.exists() and not os.access(own.json, os.W_OK)
+                     or not os.access(own.json.parent, os.W_OK | os.X_OK)):
         raise BadInput(f"--json={own.json} cannot be written: name a file in a writable folder")
     if own.dump_dir:
         require_writable_dir(own.dump_dir)

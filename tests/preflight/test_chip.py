@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 
 from nanochat.common import BadInput
+from nanochat.data import storage
 from nanochat.data.remote import Interruption
 from nanochat.device.ranks import spawn_ranks
 from nanochat.device.tpu import parse_accelerator
@@ -209,7 +210,7 @@ def test_what_does_not_hold_on_another_host_is_told_with_its_place_and_corrects_
 
 
 def test_copies_of_the_checks_that_cannot_be_deleted_are_said_and_lose_nothing(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(tpu_check, "list_files", mock.Mock(side_effect=Interruption("503")))
+    monkeypatch.setattr(storage, "list_files", mock.Mock(side_effect=Interruption("503")))
     tpu_check.delete_copies("gs://b/m")
     assert "copies in gs://b/m are left (503)" in capsys.readouterr().out
     (tmp_path / "m/whole").mkdir(parents=True)
