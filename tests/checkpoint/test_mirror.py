@@ -77,6 +77,13 @@ def test_what_is_damaged_on_its_way_to_a_bucket_is_sent_again(run_dir, bucket, m
     assert there.fetch(run_dir).name == "step_000001"
 
 
+def test_a_folder_of_a_bucket_is_deleted_and_nothing_beside_it(bucket):
+    for name in ("check/whole/step_1/meta.json", "check/whole/metrics.jsonl", "check2/x", "x"):
+        bucket.put("b", name, b"x")
+    storage.delete_folder("gs://b/check")
+    assert bucket.names() == ["check2/x", "x"]
+
+
 def test_a_mirror_without_metrics_gives_its_checkpoint_with_a_warning(run_dir, tmp_path, bucket, capsys):
     for place in (f"{tmp_path}/mirror", "gs://b/x"):
         there = run_mirror(place, "run", 1)
