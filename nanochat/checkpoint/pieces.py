@@ -1,5 +1,6 @@
 """The tensors of a checkpoint: which file holds each one, which rank writes it, and how to read them.
-saver.py writes them in its thread, and the trainer reads them.
+saver.py writes them in its thread, into a folder step_000100.tmp. Once all ranks have, rank 0 adds the states of the
+lanes, meta.json and checksums, and gives the folder its name. The trainer reads them.
 
 Weights and optimizer's state have a file each: model.safetensors and optimizer.safetensors. If one is larger than a few
 GB, it is divided into pieces of whole tensors, with an index, in the format of Hugging Face's libraries:

@@ -298,7 +298,7 @@ class Lane:
             return [self.long.pop(0)]
         lengths = self.short_lengths
         if self.shared.infilling and space == self.row_tokens and space in lengths:
-            return self._pop_short([lengths.index(space)])  # it fits only into an empty row
+            return self._pop_short([lengths.index(space)])  # fim cuts parts to a row: they fit only into an empty one
         chosen = []
         if lengths[0] <= space:
             chosen = [0]

@@ -3,6 +3,8 @@
     units = Units(open_shards(paths), num_lanes=64, seed=0)
     unit = units.get(3, 0)                            # the first of lane 3
     units.read(unit, unit.first, 0, 1 << 20)          # its first TextPieces
+
+A TextPiece (shards.py) is (document, its number in the document, is_last, text): a long document has several.
 """
 from bisect import bisect_left
 from functools import lru_cache

@@ -104,7 +104,8 @@ def _new_saved(how, x, weights, slots):
     return tuple(saved)
 
 
-# The passes. `given`: layer_loop.Given
+# The passes. `given`: layer_loop.Given. `products`: products.Plain or Int8. Its operand(x) and gradient(d, w) make what
+# a product reads, for Plain the tensor itself; linear(x, w) = x wᵀ, of_input(d, w) = d w, of_weight(d, x, w) = dᵀ x.
 #
 # With n(x) = s x, the gates g and the weights W, a layer is
 #     x_in  = resid_scale x + x0_scale x0

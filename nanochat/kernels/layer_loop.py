@@ -2,7 +2,9 @@
 
 Autograd would unroll the layers: a program sixteen times as long, with gradients that are added up afterwards. Here the
 forward pass is a loop, and the backward pass a second one, from the last layer to the first, which adds to the
-gradients in place, slice by slice.
+gradients in place, slice by slice. Both are xla_ops.loop: it calls body(index, carry, read, write, constants) for each
+layer. The carry goes from one call to the next. Of the stacks `read` and `write`, the body gets the slice of the layer,
+and what it returns for `write` replaces that slice.
 
 A layer is a function that PyTorch can differentiate. By default the backward loop computes each layer again from its
 input, and differentiates it inside the traced body of the loop. A layer may bring its own backward pass (LayerByHand):

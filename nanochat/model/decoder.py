@@ -36,10 +36,10 @@ class Decoder(nn.Module):
             setattr(self, name, nn.Parameter(torch.empty(shape, dtype=torch.float32)))
         cos, sin = self._rotary_tables()
         windows = [window or config.max_seq_len for window in config.windows()]
-        # A loop over the layers reads a number for each layer: 1 if it adds the value embeddings, else 0.
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
         self.register_buffer("windows", torch.tensor(windows, dtype=torch.int32), persistent=False)
+        # A loop over the layers reads a number for each layer: 1 if it adds the value embeddings, else 0.
         self.register_buffer("adds", torch.tensor(config.adds_values(), dtype=torch.int32), persistent=False)
 
     @torch.no_grad()

@@ -13,13 +13,13 @@ IGNORE_INDEX = -1  # a target with this value has no loss
 @dataclass(frozen=True)
 class LayerOptions:
     """The fields of GPTConfig that decide what a layer computes, by their names. An option that is off is False. A new
-    option is a field here and in GPTConfig, and a line in gpt_layer; other implementations of the layer refuse options
-    that they do not know (see unknown)."""
+    option is a field here and in GPTConfig, and a line in gpt_layer below; other implementations of the layer refuse
+    options that they do not know (see unknown)."""
     head_dim: int
     layer_gates: bool = False  # see gate_of
     key_shift: bool = False  # see shift_keys
 
-    divides_heads = False  # whether `layer` takes TensorRanks: a GPT's heads are divided by the layer by hand
+    divides_heads = False  # whether `layer` takes TensorRanks: only kernels/gpt_layer.py divides a GPT's heads
 
     @classmethod
     def of(cls, config):
@@ -48,7 +48,7 @@ class LayerValues(NamedTuple):
 
 
 class Products(NamedTuple):
-    """How a layer multiplies with a weight (out, in)."""
+    """How a layer by definition multiplies with a weight (out, in). The layer by hand has kernels/products.py."""
     linear: Callable  # linear(x, weight): x (…, in) · weightᵀ
     of_square: Callable  # of_square(h, weight): h² · weightᵀ
 
@@ -69,7 +69,8 @@ ALONE = TensorRanks(*[lambda x: x] * 3)
 
 @dataclass(frozen=True)
 class Kernels:
-    """The functions with which a model computes. nanochat/kernels/choose.py has the choices."""
+    """The functions with which a model computes. nanochat/kernels/choose.py has the choices: on a TPU kernels/xla.py,
+    elsewhere, by default, `current`: PyTorch's operations and autograd, the layers one after another."""
     name: str
     # attention(q, k, v, window): causal attention of q (B, H, T, D) with k and v (B, H_kv, T, D) -> (B, H, T, D). A
     # position sees itself and the `window` - 1 positions before it, or all before it if the window is None.
@@ -181,9 +182,10 @@ def gated(gate, x):
 
 
 def gate_backward(weights, which, x, scale, change):
-    """Returns the gradients of map · norm(x), times scale, (B, T, 1), and of the gate's scale, (1,); and the sum over
-    the width of x × its gradient through the gate, as if scale were constant, (B, T, 1). change: the gate × its
-    gradient, (B, T, 1), fp32: the sum over the width of the gate's output × its gradient."""
+    """For the backward pass by hand (kernels/gpt_layer.py). Returns the gradients of map · norm(x), times scale,
+    (B, T, 1), and of the gate's scale, (1,); and `along`, the sum over the width of x × its gradient through the gate,
+    as if scale were constant, (B, T, 1). change: the gate × its gradient, (B, T, 1), fp32: the sum over the width of
+    the gate's output × its gradient."""
     # With z = map · norm(x), the gate's derivative is gate × sigmoid(-z) by z, and gate / a by a. So `change` alone is
     # needed of the gate's input.
     logit = _logit(weights, which, x, scale)

@@ -152,7 +152,8 @@ class MuonAdamW:
 
     All state exists from the start, so the first step is the same program as the last. `masters` are the fp32 weights
     that are updated; the model may compute with copies in its training_dtype. With `parts`, each rank holds and updates
-    only its part of masters and state (ZeRO-1, arXiv 1910.02054); the weights in models.UNDIVIDED are whole.
+    only its part of masters and state (ZeRO-1, arXiv 1910.02054): it reduce-scatters gradients, and all-gathers new
+    weights (parts.py). The weights in models.UNDIVIDED (weights.py: divides="nothing") are whole.
     """
 
     def __init__(self, model, rules, dist=None, parts=None, weights=None):

@@ -14,7 +14,7 @@ NUM_GATES = 3  # of a layer, see layers.py
 class Initial:
     """Initial values: random, or changing evenly from the first layer to the last."""
     normal: float = 0.0  # standard deviation of a normal distribution
-    uniform: float = 0.0  # standard deviation of a uniform distribution, × sqrt(width)
+    uniform: float = 0.0  # sqrt(width) × the standard deviation of a uniform distribution
     first: float = 0.0
     last: float = 0.0
 

@@ -127,7 +127,7 @@ class LanguageTask:
 
     def open_batches(self, dist, step, lane_states=None):
         plan = self.plan
-        # The lanes' states are valid for rows of any length, but record the row length of the step before, for which
+        # The lanes' states are valid for rows of any length. They name the row length of the step before, after which
         # they were saved, and the loader compares it.
         rows = self.rank_rows(dist, batch_size=plan.rows(step), seq_len=plan.seq_len(step), seed=self.flags.run.seed,
                           seq_len_before=plan.seq_len(max(step - 1, 0)))
@@ -220,8 +220,8 @@ class LanguageTask:
         return found
 
 
-# The flags that the run has follow from those that were asked for: first the commits of data on the Hub, then what the
-# run's beginning says, then the model of its plan, and last what is looked up once: a resumed run has the same.
+# Data on the Hub gets its commits first, then the run its beginning and its plan. What is looked up once goes into the
+# flags, so that a resumed run has the same.
 def make_task(flags, device_type, world_size, directory, checkpoint=None):
     """Returns the LanguageTask for base_train's Flags. Raises BadInput.
 

@@ -61,8 +61,8 @@ def train_on_xla(flags, device_type, make_task, host):
     ranks.prepare_libtpu(device_type)
     # The order matters. All hosts have met and are alike before any touches its disk. The folder is locked before
     # prepare, which deletes the remains of interrupted saves. Until then Ctrl-C ends the command at once: signals
-    # become requests only when ranks will obey them. That blocks the signals in this thread, and the ranks, spawned
-    # last, inherit it.
+    # become requests only when ranks will obey them. They are blocked in this thread from then on, and the ranks,
+    # spawned last, inherit that.
     with membership(host) as pod:
         if pod:
             found = pod.join(describe(flags, device_type))

@@ -11,7 +11,8 @@ class Saves:
     """One rank's part in the run's checkpoints, on disk and in the mirror."""
 
     def __init__(self, run, dist, step, log):
-        """run: a Run; step: the step of the newest checkpoint, or 0; log: the StepLog, see save_checkpoint."""
+        """run: a Run; step: the step of the newest checkpoint, or 0; log: the StepLog, flushed before a
+        checkpoint gets its name."""
         record = run.flags.record
         self._run_dir = run.directory
         self._dist = dist

@@ -9,9 +9,11 @@ For the task of C++ (language.py), run() does this:
         rows = next(batches)["rows"].to(device)                    # (B, T + 1)
         loss = model(rows[:, :-1], rows[:, 1:])                    # forward
         (loss / (micro_steps × readers)).backward()                # adds to each weight's main_grad
-    optimizer.update(scheduled, sums)                              # sums main_grad over the ranks; Muon and AdamW
+    optimizer.update(scheduled, sums)    # main_grad and the losses in `sums`, over all ranks; Muon and AdamW
 
-Readers are the ranks that read different rows: all of them without --mesh_tensor.
+Readers are the ranks that read different rows: all of them without --mesh_tensor. On XLA, operations are only recorded
+until a block `with observer.program(name)` ends. They are then a program, which is compiled once, and the device runs
+it while the host goes on (device/programs.py).
 
 The trainer (trainer.py), preflight and benches run this class. A task brings the model, optimizer, objective and
 batches.

@@ -24,7 +24,7 @@ class TaskPlan(Protocol):
     micro_steps: int  # of an optimizer step
     device_type: str
     world_size: int
-    unit: str  # of work, such as "tokens"
+    unit: str  # of work, such as "tokens"; not of data/units.py
     flops_per_unit: float  # at the end of the run
     switches: tuple  # the steps at which the shape of a batch changes
 

@@ -134,7 +134,8 @@ class Trainer:
         return self.liveness.is_stopping
 
     def write_log(self):
-        """Logs the steps since the last line. It comes first between two steps: saves and events must not count as time
+        """Fetches the results of the steps since the last line, where alone the loop waits for the device, and logs
+        them (step_log.py). It comes first between two steps: saves and events must not count as time
         of a step, and a checkpoint must not be ahead of metrics.jsonl."""
         seconds = self.log.write(self.step, self.goodput, self.batches, self.interruptions)
         if seconds is not None:
@@ -232,10 +233,10 @@ def events_due(events, record, step, first_step, num_iterations, is_stopping):
     # The first step of a process has its own line, because it compiles. A line comes before every save and event, whose
     # time must not count as a step's.
     save = is_stopping or is_due(record.save_every)
-    due = []
+    found = []
     for event in events:
         may_run = step > 0 or event.is_due_at_start
         if is_due(event.every) and may_run and not is_stopping:
-            due.append(event)
-    log = save or bool(due) or is_due(record.log_every) or step == first_step + 1
-    return EventsDue(log, save, due, end=is_last or is_stopping)
+            found.append(event)
+    log = save or bool(found) or is_due(record.log_every) or step == first_step + 1
+    return EventsDue(log, save, found, end=is_last or is_stopping)
