@@ -152,6 +152,7 @@ def test_the_program_grows_only_on_purpose():
     assert sum(len((ROOT / path).read_text().splitlines()) for path in SOURCES) <= MOST_LINES
 
 
+@pytest.mark.slow
 def test_what_is_installed_has_all_modules_and_works_outside_of_a_checkout(tmp_path):
     """Builds the packages that a wheel contains. The shipped tokenizer is among them."""
     source, installed = tmp_path / "source", tmp_path / "installed"

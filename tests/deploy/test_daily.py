@@ -231,6 +231,7 @@ def test_status_shows_a_mirror_that_falls_behind(laptop, vm):
         assert {"mirror=", "mirror_behind_s=0", "checkpoint=step_000004"} <= set(vm.probe().splitlines())
 
 
+@pytest.mark.slow
 def test_processes_left_of_a_run_are_seen_and_ended(laptop, vm):
     vm.program(vm.home / "nanochat.d/venv/bin/python",
                "echo 'step 00001/00009'; until [ -e ~/end ]; do sleep 0.1; done; sleep 300 & exit 3")

@@ -1,7 +1,11 @@
 """Copies of data from a bucket to the VM, with gcloud storage, and of results from the VM to the laptop."""
 import shutil
 
+import pytest
+
 from tests.deploy.conftest import train
+
+pytestmark = pytest.mark.slow
 
 
 def test_data_copies_what_is_missing_or_differs_and_never_a_mixture_of_two_tokenizers(laptop, cloud):

@@ -13,6 +13,7 @@ from deploy.watch import make_private
 from tests.deploy.conftest import run
 from tests.deploy.made_up import World, polls
 
+pytestmark = pytest.mark.slow
 BEGIN = "-- nanochat begins --"
 GOOD = "state=running\nrun=a\nsteps=1/5\ncheckpoint=step_000005\nmirror=gs://x\nmirrored=step_000001\ndisk=9\n"
 

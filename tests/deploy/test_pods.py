@@ -6,6 +6,7 @@ import pytest
 
 from tests.deploy.conftest import ROOT, eventually
 
+pytestmark = pytest.mark.slow
 TRAIN = ["--min_free_gb=0", "--", "--run=a", "--synthetic_data=1", "--num_iterations=10000"]
 
 
@@ -19,7 +20,6 @@ def pod(laptop):
     return vms
 
 
-@pytest.mark.slow
 def test_every_worker_is_set_up_and_trains_and_stops(laptop, pod):
     hosts = pod[0].all
     laptop.run("push.sh", hosts, "--worker=1")
@@ -67,7 +67,6 @@ def test_a_worker_that_cannot_start_or_ends_keeps_all_from_training_and_is_named
     assert "not running everywhere: stopping it" in output and not any(vm.trainers() for vm in pod)
 
 
-@pytest.mark.slow
 def test_a_pod_is_reached_by_its_name_wherever_its_vms_are_now(laptop, pod, cloud):
     cloud.boot = lambda node, index: pod[index].ip
     cloud.hosts["v5litepod-16"] = 2
@@ -91,7 +90,6 @@ def test_all_workers_check_at_the_same_time_and_the_first_tells(laptop, pod, tmp
     assert (tmp_path / "found/check.toml").read_text() == "depth = 3"
 
 
-@pytest.mark.slow
 def test_a_check_that_a_worker_or_ctrl_c_ends_leaves_nothing_running(laptop, pod, tmp_path):
     for vm in pod:
         (vm.home / "nanochat").mkdir()

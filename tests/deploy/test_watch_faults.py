@@ -4,7 +4,8 @@ import pytest
 from tests.deploy.conftest import ROOT, eventually, train
 
 
-@pytest.mark.parametrize("fault", [None, "quota", "stockout"])
+@pytest.mark.parametrize("fault", [None, *(pytest.param(fault, marks=pytest.mark.slow)
+                                          for fault in ("quota", "stockout"))])
 def test_create_does_not_delete_a_vm_that_gcloud_overlooked(world, fault):
     """Whatever the API says before it notices that the VM is there."""
     world.laptop.run("create.sh", "nano")

@@ -19,6 +19,7 @@ from tests.deploy.conftest import ROOT, eventually
 from tests.deploy.made_up import World, replace
 from tests.deploy.standin import StandIn
 
+pytestmark = pytest.mark.slow
 STUBBORN = """trap '' TERM
 (trap '' TERM; echo "$BASHPID" >"$CHILD"; while :; do sleep 0.1; done) &
 while :; do sleep 0.1; done

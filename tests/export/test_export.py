@@ -212,6 +212,7 @@ def test_a_mask_may_be_as_long_as_its_static_cache(shifted):
     torch.testing.assert_close(torch.cat(found, dim=1), logits, atol=1e-5, rtol=0)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @torch._dynamo.config.patch(automatic_dynamic_shapes=True)  # which torch_xla turns off
 def test_a_static_cache_compiles_few_programs(shifted):

@@ -40,8 +40,8 @@ def entries(file):
 
 
 @pytest.mark.parametrize("kind, flags", [
-    *(pytest.param(kind, [], marks=pytest.mark.slow) for kind in MODELS), ("llama tied", ["--gguf=q8_0"]),
-    ("qwen2", ["--gguf=q8_0"])])
+    *(pytest.param(kind, [], marks=pytest.mark.slow) for kind in MODELS),
+    pytest.param("llama tied", ["--gguf=q8_0"], marks=pytest.mark.slow), ("qwen2", ["--gguf=q8_0"])])
 def test_transformers_reads_the_same_weights_and_sizes(tmp_path, base_dir, kind, flags):
     imported(tmp_path, kind)
     out = export_to(tmp_path / "model.gguf", *flags)

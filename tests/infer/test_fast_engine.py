@@ -145,6 +145,7 @@ def test_weights_are_rounded_from_the_files_to_the_bits_of_the_rounded_model(tmp
     assert torch.equal(loaded(ids), expected(ids))  # logits depend on every other weight
 
 
+@pytest.mark.slow
 def test_loading_8_bits_never_holds_the_model_in_fp32(tmp_path, byte_tokenizer_dir):
     """It holds the rounded weights and one fp32 stack: 62% of the file. With the fp32 model it held 130%."""
     tokenizer = load_tokenizer(byte_tokenizer_dir)

@@ -90,6 +90,7 @@ def test_every_token_and_every_call_is_charged_and_no_budget_exceeded(learner, j
     assert (again.answer, again.num_tokens, again.num_calls) == (search.answer, search.num_tokens, search.num_calls)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_a_model_with_a_short_context_is_searched(learner, judge, method):
     config = replace(learner[0].config, max_seq_len=32)
