@@ -67,9 +67,9 @@ def test_a_run_that_is_killed_in_each_stage_and_at_its_edge_resumes_with_the_sam
         base_train.main(last_of_each("--run=mixed", *others, *flags, "--num_iterations=8"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank, lanes", [
-    pytest.param(0, 2, marks=pytest.mark.slow), (1, 2),
-    pytest.param(1, 64, marks=pytest.mark.slow)])  # with 64 lanes, each rank reads the whole text
+    (0, 2), (1, 2), (1, 64)])  # with 64 lanes, each rank reads the whole text
 def test_a_run_goes_on_without_the_evaluations_whose_text_a_rank_cannot_read(warm_ranks, tiny, corpus_dir, base_dir,
                                                                              tmp_path, rank, lanes):
     """At first one rank cannot open it, then it cannot read all of it, and then the folder has gone, for all ranks."""
