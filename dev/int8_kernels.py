@@ -12,14 +12,15 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from nanochat.common import run_script
+from nanochat.common import BadInput, run_script
 from nanochat.kernels import choose, int8, loss
 from nanochat.kernels.int8 import Rows
+from nanochat.kernels.pallas_int8 import NEAR_LARGEST, PART, SMALLEST, TURN, TURNS
 from nanochat.model.layers import Products
 from nanochat.train import language
 from scripts import base_train
 
-PART, TURN, TURNS, BLOCK = 256, 8, 32, 2048  # as in pallas_int8.py
+BLOCK = 2048  # tokens whose gradients of a weight have one scale for each column
 CHIP = os.environ.get("CHIP")
 
 
@@ -27,24 +28,29 @@ def rounded(x):
     """The Rows of x (n, m), rounded to the nearest as the kernels do in the chip's arithmetic."""
     if CHIP == "v5e":
         return int8.rounded(x)
-    reciprocal = (126 / x.abs().amax(1, keepdim=True).float().clamp_min(1e-28)).to(x.dtype)
+    reciprocal = (NEAR_LARGEST / x.abs().amax(1, keepdim=True).float().clamp_min(SMALLEST)).to(x.dtype)
     return Rows(torch.round(x * reciprocal).to(torch.int8), 1 / reciprocal.float())
 
 
-def dithered(x, part):
-    """The Rows of x (n, m), fp32, whose parts of so many rows have chances that begin TURN rows apart."""
-    found = [int8.dithered_by_place(rows, rows.abs().amax(1, keepdim=True).clamp_min(1e-28), number % TURNS * TURN)
-             for number, rows in enumerate(x.split(part))]
+def dithered_part(rows, number):
+    """The Rows of a part of a matrix, fp32, whose chances begin TURN rows after those of the part before."""
+    largest = rows.abs().amax(1, keepdim=True).clamp_min(SMALLEST)
+    return int8.dithered_by_place(rows, largest, number % TURNS * TURN)
+
+
+def dithered(x, part=PART):
+    """The Rows of x (n, m), fp32, in parts of so many rows."""
+    found = [dithered_part(rows, number) for number, rows in enumerate(x.split(part))]
     return Rows(*map(torch.cat, zip(*found, strict=True)))
 
 
-def by_tokens(small, factor, integers):
-    """The sum over the tokens of (small × factor)ᵀ · integers, with a scale for each column of a block of tokens."""
+def by_tokens(small, factor, integers, block=BLOCK):
+    """The sum over the tokens of (small × factor)ᵀ · integers, (width of small, of the integers). factor: (tokens, 1);
+    block: tokens that have one scale for each column of small."""
     total = 0
-    for number, (rows, factors, others) in enumerate(zip(*(x.split(BLOCK) for x in (small, factor, integers)),
-                                                         strict=True)):
-        rows = (rows.float() * factors).t()
-        rows = int8.dithered_by_place(rows, rows.abs().amax(1, keepdim=True).clamp_min(1e-28), number % TURNS * TURN)
+    blocks = zip((small.float() * factor).split(block), integers.split(block), strict=True)
+    for number, (scaled, others) in enumerate(blocks):
+        rows = dithered_part(scaled.t(), number)
         total = total + int8.product(rows.integers, others, 1, 0) * rows.scale
     return total
 
@@ -61,7 +67,7 @@ class MlpIn(torch.autograd.Function):
     def backward(ctx, d):
         x, *weight = ctx.saved_tensors
         weight = Rows(*weight)
-        rows = dithered(d.flatten(0, -2).float() * weight.scale[:, 0], PART)
+        rows = dithered(d.flatten(0, -2).float() * weight.scale[:, 0])
         d_x = int8.gradient_of_input(rows, weight).to(x.dtype).view_as(x)
         of_weight = by_tokens(x.flatten(0, -2), rows.scale, rows.integers).t() / weight.scale
         return d_x, of_weight.to(x.dtype)
@@ -81,7 +87,7 @@ class OfSquare(torch.autograd.Function):
         integers, scale, *weight = ctx.saved_tensors
         weight = Rows(*weight)
         flat = d.flatten(0, -2)
-        rows = dithered(flat.float() * weight.scale[:, 0], PART)
+        rows = dithered(flat.float() * weight.scale[:, 0])
         d_h = 2 * (integers.float() * scale).sqrt() * int8.gradient_of_input(rows, weight)
         return d_h.to(d.dtype).unflatten(0, d.shape[:-1]), by_tokens(flat, scale, integers).to(d.dtype)
 
@@ -92,16 +98,18 @@ def linear(x, weight):
     return F.linear(x, weight) if CHIP == "v6e" else int8.Linear.apply(x, weight)
 
 
-def kernels_of_chip(*arguments, **options):
-    found = ORIGINAL(*arguments, **options)
-    if options.get("products") == "int8":
-        found = replace(found, products=Products(linear, OfSquare.apply))
-        if CHIP == "v6e":
-            found = replace(found, mean_loss=partial(loss.chunked_mean_loss, loss.CHUNK_TOKENS))
+def kernels_of_chip(name, device_type, sharding, products):
+    """As choose.get_kernels. Raises BadInput."""
+    if CHIP not in ("v5e", "v6e") or device_type != "cpu" or products != "int8":
+        raise BadInput(f"CHIP={CHIP} --device_type={device_type} --products={products}: CHIP is v5e or v6e, and needs "
+                       "--device_type=cpu --products=int8")
+    found = replace(choose.get_kernels(name, device_type, sharding, products=products),
+                    products=Products(linear, OfSquare.apply))
+    if CHIP == "v6e":
+        found = replace(found, mean_loss=partial(loss.chunked_mean_loss, loss.CHUNK_TOKENS))
     return found
 
 
-ORIGINAL = choose.get_kernels
 if CHIP:
     language.get_kernels = kernels_of_chip
 

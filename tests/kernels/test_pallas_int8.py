@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+from dev import int8_kernels
+from dev.int8_kernels import by_tokens, dithered
 from nanochat.kernels import int8, pallas_int8
 from nanochat.kernels.int8 import Rows
-from nanochat.kernels.pallas_int8 import PART, TURN
+from nanochat.kernels.pallas_int8 import PART
 from tests.kernels.test_int8 import normal
 
 TOKENS, WIDTH, HIDDEN = 3 * PART, 128, 256
@@ -23,15 +25,6 @@ def by_pallas(function, *arrays, **options):
 
 def stacked(integers):
     return torch.stack([torch.full_like(integers, 99), integers])
-
-
-def dithered(x, part):
-    """Returns int8.dithered_by_place of x (n, m), whose parts of so many rows begin TURN places apart."""
-    parts = []
-    for number, rows in enumerate(x.split(part)):
-        largest = rows.abs().amax(1, keepdim=True)
-        parts.append(int8.dithered_by_place(rows, largest, number * TURN))
-    return Rows(*map(torch.cat, zip(*parts, strict=True)))
 
 
 def assert_nearly_equal(integers, expected):
@@ -75,9 +68,9 @@ def test_in_fp32_their_gradient_is_that_of_the_definition_to_the_dither(mlp):
     x, d, mlp_in, mlp_out = mlp
     squares = int8.rounded(int8.linear(int8.rounded(x), mlp_in).relu().square())
     found = d_hidden(d, mlp_out, mlp_in, squares, "float32")
-    d = dithered(d * mlp_out.scale[:, 0], PART)
+    d = dithered(d * mlp_out.scale[:, 0])
     of_squares = int8.product(d.integers, mlp_out.integers, -1, 0)
-    expected = dithered(of_squares * squares.integers.float().sqrt() * mlp_in.scale[:, 0], PART)
+    expected = dithered(of_squares * squares.integers.float().sqrt() * mlp_in.scale[:, 0])
     assert_nearly_equal(found.integers, expected.integers)
     assert torch.allclose(found.scale, expected.scale * d.scale * 2 * squares.scale.sqrt(), rtol=1e-2)
 
@@ -88,12 +81,7 @@ def test_the_sum_over_tokens_is_that_of_the_definition(tokens):
     factor = torch.rand(tokens, generator=torch.Generator().manual_seed(1))
     large = int8.rounded(normal(tokens, HIDDEN, seed=2)).integers
     found, = by_pallas(pallas_int8.by_tokens, small, factor[None], stacked(large))
-    expected = 0
-    for number, start in enumerate(range(0, tokens, block := PART if tokens == TOKENS else tokens)):
-        here = slice(start, start + block)
-        rows = (small[here] * factor[here, None]).t()
-        rows = int8.dithered_by_place(rows, rows.abs().amax(1, keepdim=True), number * TURN)
-        expected += int8.product(rows.integers, large[here], 1, 0) * rows.scale
+    expected = by_tokens(small, factor[:, None], large, block=PART if tokens == TOKENS else tokens)
     assert (found - expected).norm() < 1e-3 * expected.norm()
 
 
@@ -111,6 +99,15 @@ def test_in_bfloat16_gradients_are_near_those_in_fp64(mlp):
     of_mlp_in, = by_pallas(pallas_int8.by_tokens, x, found.scale.t(), stacked(found.integers))
     expected = d_h.t() @ x.double()
     assert (of_mlp_in.t() / mlp_in.scale - expected).norm() < 0.06 * expected.norm()
+
+
+def test_the_script_that_trains_without_a_tpu_rounds_h_nearly_as_the_kernel_does(monkeypatch, mlp):
+    """It rounds h with the scales of the tokens, the kernel without."""
+    monkeypatch.setattr(int8_kernels, "CHIP", "v6e")
+    x, _, mlp_in, _ = mlp
+    h = int8.linear(int8_kernels.rounded(x.bfloat16()), mlp_in).bfloat16().relu()
+    expected = hidden(x, mlp_in, "bfloat16").value()
+    assert (int8_kernels.rounded(h.square()).value() - expected).norm() < 0.02 * expected.norm()
 
 
 def test_small_gradients_beside_a_large_one_keep_their_sum():
