@@ -106,7 +106,7 @@ def overlaps(data, excluded):
 # Licences
 
 MAX_LICENCE_BYTES = 16 << 20  # longer files are no licences
-_SPDX = re.compile(rb"SPDX-License-Identifier:[ \t]*([\w.+-]+(?: (?:AND|OR|WITH) [\w.+-]+)*)")
+_SPDX = re.compile(rb"SPDX-License-Identifier:[ \t]*(\(*[\w.+-]+\)*(?: (?:AND|OR|WITH) \(*[\w.+-]+\)*)*)")
 # Debian's short names of licences, and the phrases by which their texts are recognised. The phrase that comes first in
 # a text decides; of two that begin at the same character, the one that comes first in this list.
 _LICENCE_PHRASES = [(name, re.compile(phrase, re.IGNORECASE)) for name, phrase in [
@@ -208,7 +208,11 @@ class _Scan:
             return "overlaps_problem"
         # What a file says of itself counts more than what its project says of all files.
         spdx = _SPDX.search(text, 0, 4096)
-        licence = spdx[1].decode() if spdx else row.licence or self.licence
+        licence = row.licence or self.licence
+        if spdx:
+            licence = spdx[1].decode()
+            if licence.count("(") != licence.count(")"):  # a comment in parentheses ends with the tag
+                licence = licence.strip("()")
         if self.flags.licences == "permissive" and not is_permissive(licence):
             return "licence"
         if SECRETS in self.flags.filters and has_secret(text):

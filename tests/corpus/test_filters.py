@@ -56,11 +56,14 @@ def test_only_permissive_licences_if_asked_for(tmp_path):
     rows = stack_rows("a", 40)
     for number, row in enumerate(rows):
         row["max_stars_repo_licenses"] = ["MIT"] if number % 2 else ["GPL-3.0", "MIT"]
-    rows[0]["content"] = "// SPDX-License-Identifier: MIT\n" + rows[0]["content"]
+    tags = ["MIT", "GPL-2.0-only OR (MIT AND ISC)", "(MIT)", "GPL-2.0-only", "MIT AND (GPL-2.0-only)"]
+    for number, tag in enumerate(tags):
+        rows[2 * number]["content"] = f"// SPDX-License-Identifier: {tag}\n" + rows[2 * number]["content"]
+    rows[20]["content"] = "// (SPDX-License-Identifier: MIT)\n" + rows[20]["content"]
     path = write_table(tmp_path / "a.jsonl", rows)
     result = prepare(tmp_path / "out", f"--source={path}", "--licences=permissive", "--eval_only")
-    assert result["dropped"] == {"licence": 39}
-    assert {document["licence"] for document in read(tmp_path / "out", "val")} == {"MIT"}
+    assert result["dropped"] == {"licence": 36}
+    assert {document["licence"] for document in read(tmp_path / "out", "val")} == {*tags[:3]}
 
 
 def test_unknown_filters_are_named(tmp_path):
