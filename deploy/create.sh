@@ -25,6 +25,7 @@ me=$0; while [ -L "$me" ]; do l=$(readlink "$me"); case $l in /*) me=$l ;; *) me
 WAIT_S=900 MAX_HOURS="" MARGIN_S=600
 parse "MAX_HOURS MARGIN_S DRY_RUN" "$@"
 take_name
+[ -n "$SSH_KEY" ] || die 2 "--ssh_key is empty, and the new VM needs a key: give --ssh_key=FILE"
 facts "$TYPE"
 need_room
 settle "$NAME"

@@ -62,6 +62,11 @@ def test_a_refused_config_file_ends_a_script_with_status_2_and_one_line(tmp_path
     assert result.returncode == 2 and len(result.stderr.splitlines()) == 1
 
 
+def test_a_new_vm_needs_a_key():
+    result = run("create.sh", "nano", "--zones=us-a", "--ssh_key=")
+    assert result.returncode == 2 and "--ssh_key is empty" in result.stderr and len(result.stderr.splitlines()) == 1
+
+
 def test_flags_are_read_as_the_config_file_is():
     values, others, run = read_flags(
         ["nano", "--max-usd", "5", "--on_demand=0", "--kill", "--to=~/x", "b", "--", "--a", "b c"],
