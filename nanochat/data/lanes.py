@@ -109,19 +109,19 @@ class PieceReader:
 
     def _tokenize(self, state):
         begin = tuple(state.next)
-        named = {tuple(ref) for ref in state.buffer}
+        in_state = {tuple(ref) for ref in state.buffer}
         if state.pending:
-            named.add(tuple(state.pending[:3]))
-        unit, document, first_piece = min({begin} | named)
-        divided = set()  # documents that fill in the middle divides, and of which a part is wanted
+            in_state.add(tuple(state.pending[:3]))
+        unit, document, first_piece = min({begin} | in_state)
+        divided_again = set()  # documents of which the state has a part that fill in the middle made
         if self.shared.infilling:
             first_piece = 0  # the parts of a document are made from the whole text, which is piece 0
-            divided = {ref[:2] for ref in named | {begin}}
+            divided_again = {ref[:2] for ref in in_state | {begin}}
         for group in self._read(unit, document, first_piece):
             wanted = []
             for ref, text in group:
                 is_whole = text.is_last and not text.index
-                if ref >= begin or ref in named or is_whole and ref[:2] in divided:
+                if ref >= begin or ref in in_state or is_whole and ref[:2] in divided_again:
                     wanted.append((ref, text))
             encoded = self._encode(wanted)
             if self.shared.infilling:
@@ -129,7 +129,7 @@ class PieceReader:
                 encoded = list(encoded)
             for (ref, text), parts in zip(wanted, encoded, strict=True):
                 for piece in pieces_of(ref, text, parts):
-                    if piece.ref >= begin or piece.ref in named:
+                    if piece.ref >= begin or piece.ref in in_state:
                         yield piece
 
     def _encode(self, group):
@@ -256,7 +256,8 @@ class Lane:
                     continue
                 self.pending = piece, 0
                 space = self._continue(slices, space)
-                if self.pending and not self._is_long(piece):  # it did not fit: its rest is dropped
+                if self.pending and not self._is_long(piece):
+                    # It did not fit, and its rest is dropped: all after the row's last token, where `pending` is.
                     self.dropped += len(piece.tokens) - self.pending[1] - 1
                     self.pending = None
             self.buffer = None

@@ -74,7 +74,8 @@ class Units:
         return len(range(lane, len(self.units), self.num_lanes))
 
     def read(self, unit, document, first_piece, max_bytes):
-        """Returns what read_pieces does, from `document` (its number in the row group) to the end of the unit."""
+        """Returns TextPieces, of about max_bytes, from `document` (its number in the row group) to the end of the
+        unit at most, and the document to go on with: that of the last piece, if it has more (read_pieces)."""
         pieces = self._keep(unit.shard, unit.row_group)
         if pieces is None:
             return read_pieces(unit.shard, unit.row_group, document, unit.stop, first_piece, max_bytes)

@@ -123,8 +123,8 @@ def _forward(how, x, index, saved, given):
     weights = given.weights
     x_in = _mixed(x, given)
     scale = _reciprocal_rms(x_in)
-    read = _queries_keys_values(how, x_in, scale, weights, given.value())
-    for name, tensor in zip("qkv", read, strict=True):
+    qkv = _queries_keys_values(how, x_in, scale, weights, given.value())
+    for name, tensor in zip("qkv", qkv, strict=True):
         saved[name] = put(saved[name], index, tensor, use_from_memory=True)
     y, log_sums = how.attention.forward(saved["q"], saved["k"], saved["v"], index, given.window, *given.tables)
     y = products.operand(y)
@@ -149,13 +149,13 @@ def _queries_keys_values(how, x_in, scale, weights, value):
     """Returns attention's queries, keys and values, (B, T, width) each. scale: the reciprocal root mean square of
     x_in; value: added to the values, or None."""
     products = how.products.attention
-    read = products.operand(x_in)
-    q = (scale * products.linear(read, weights.attn_q)).to(x_in.dtype)
-    k = (scale * products.linear(read, weights.attn_k)).to(x_in.dtype)
+    operand = products.operand(x_in)
+    q = (scale * products.linear(operand, weights.attn_q)).to(x_in.dtype)
+    k = (scale * products.linear(operand, weights.attn_k)).to(x_in.dtype)
     if how.options.key_shift:
         k = layers.shift_keys(k, layers.one_later(k), how.options.head_dim)
     gate = layers.gate_of(how.options, weights, layers.VALUES, x_in, scale)
-    v = layers.gated(gate, scale * products.linear(read, weights.attn_v))
+    v = layers.gated(gate, scale * products.linear(operand, weights.attn_v))
     if value is not None:
         v = v + value
     return q, k, v.to(x_in.dtype)
@@ -179,8 +179,8 @@ def _backward(how, x, index, d_out, saved, given):
     # instead, here and in the MLP, the micro-step takes 94.8 Mcycles on v6e instead of 90.4.
     d_attn_o = products.of_weight_with(y, gate, d_mid)
     d_y = layers.gated(gate, products.of_input(products.gradient(d_mid, weights.attn_o), weights.attn_o))
-    d_read, d_v, of_attention = _attention_backward(how, index, saved, x_in, y, d_y.to(x.dtype), given)
-    d_in = d_mid + d_read
+    d_through_attention, d_v, of_attention = _attention_backward(how, index, saved, x_in, y, d_y.to(x.dtype), given)
+    d_in = d_mid + d_through_attention
     gradients = of_mlp | of_attention
     gradients["attn_o"] = d_attn_o
     gradients["resid_scale"] = (d_in.float() * x.float()).sum()
@@ -198,6 +198,7 @@ def _mlp_backward(how, x_mid, hidden, d_out, weights):
     dtype = d_out.dtype
     scale = _reciprocal_rms(x_mid)
     gate = layers.gate_of(how.options, weights, layers.MLP, x_mid, scale)
+    # s times the gradient of W_in n(x_mid), so that its products with x_mid and W_in need no further s
     d = products.gradient_of_hidden(d_out, weights, hidden, scale, gate, how.attention.row_major_matmul)
     gradients = {"mlp_out": products.of_weight_with(products.squares(hidden), gate, d_out),
                  "mlp_in": products.of_weight(d, x_mid, weights.mlp_in)}
@@ -228,7 +229,7 @@ def _attention_backward(how, index, saved, x_in, y, d_y, given):
     gate = layers.gate_of(how.options, weights, layers.VALUES, x_in, scale)
     d_product = layers.gated(gate, d_v)  # of attn_v's product
     normed = (scale * x_in).to(d_y.dtype)
-    d_normed, gradients, d_of_values = products.of_several(
+    d_normed, gradients, d_normed_of_values = products.of_several(
         {"attn_v": d_product, "attn_q": d_q, "attn_k": d_k}, normed, weights)
     d_normed = how.sharding.sum(d_normed.to(d_y.dtype))
     d_scaled = scale * d_normed
@@ -237,8 +238,8 @@ def _attention_backward(how, index, saved, x_in, y, d_y, given):
         # `gate_backward` needs a sum over each gate's output × its gradient. At attention's gate, y × d_y has the same
         # sum, because attn_o is linear; at that of the values, their input × its gradient, which needs no pass over
         # memory. Ranks along tensor have other heads, so their sums add up.
-        if d_of_values is not None:
-            change_of_values = _along(normed, d_of_values)
+        if d_normed_of_values is not None:
+            change_of_values = _along(normed, d_normed_of_values)
         else:
             v = take(saved["v"], index)
             change_of_values = _along(v if value is None else v - value, d_v)

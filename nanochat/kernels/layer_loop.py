@@ -8,8 +8,9 @@ and what it returns for `write` replaces that slice.
 
 A layer is a function that PyTorch can differentiate. By default the backward loop computes each layer again from its
 input, and differentiates it inside the traced body of the loop. A layer may bring its own backward pass (LayerByHand):
-then the forward loop keeps what that needs, and little or nothing is computed twice. xla.py calls run_layers, with the
-Layer that gpt_layer.py makes, for example.
+then the forward loop keeps what that needs, and little or nothing is computed twice.
+
+A decoder calls run_all (xla.py), that run_layers, and the loops, for a GPT, _forward and _backward (gpt_layer.py).
 """
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -60,7 +61,7 @@ class Layer:
     by_hand: LayerByHand | None = None
     # How the ranks divide the weights. The loops gather a layer's weights, and scatter their gradients.
     sharding: Sharding = WHOLE
-    products: Halves = Halves()  # of the layer by hand
+    products: Halves = Halves()  # how attention and MLP of the layer by hand multiply: plainly, or in 8 bits
 
 
 def run_layers(layer, x, stacks, windows, tables, keeps_input_only=False, values=None):
@@ -95,7 +96,7 @@ class _AllLayers(torch.autograd.Function):
     def forward(ctx, x, values, per_layer, tables, loops, is_training, *stacks):
         layer = loops.layer
         num_layers = stacks[0].size(0)
-        read = []
+        read = []  # of each weight: itself, or its 8-bit numbers and their scales
         for name, stack in zip(loops.weights_type._fields, stacks, strict=True):
             read += [tensor.detach() for tensor in layer.products.of(name).to_read(name, stack)]
         read += per_layer

@@ -73,8 +73,8 @@ def chunked_mean_loss(chunk_tokens, hidden, head, targets, cap, teaching=None):
 @dataclass(frozen=True)
 class ChunkBody:
     """The body of ChunkedLoss's loop. Here by definition, on any device; those of xla_loss.py have another of_chunk.
-    Its arguments are those of device/xla_ops.py, loop. Along tensor without a teacher, xla_loss.py's are used, so here
-    a first row always follows a teacher's head."""
+    Its arguments are those of device/xla_ops.py, loop. With tensor groups it always has a teacher: those of xla_loss.py
+    serve without one. So `others` are none, the teacher's hidden states and head, or these and the first row."""
     cap: LogitCap
     sharding: Sharding
     num_tokens: int  # of all chunks

@@ -56,8 +56,8 @@ class Decoder(nn.Module):
 
     @property
     def training_dtype(self):
-        """Dtype of the weights in training: copies of the fp32 weights that the optimizer keeps. If autograd sums the
-        gradients, the weights stay fp32, because it gives gradients and their sums the dtype of the weight."""
+        """Dtype of the weights in training. With run_layers, whose loops add to main_grad themselves, they are copies
+        of the optimizer's fp32 weights. Otherwise autograd sums, in the dtype of the weight, so they stay fp32."""
         return self.compute_dtype if self.kernels and self.kernels.run_layers else torch.float32
 
     def create_main_grads(self):

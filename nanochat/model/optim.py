@@ -63,10 +63,10 @@ class ByMuon(NamedTuple):
     def new_state(self, weight):
         return {"momentum": torch.zeros_like(weight), "second_moment": torch.zeros_like(weight[..., :1])}
 
-    def update(self, weight, state, moved, scheduled):
-        """Returns the weights and their state after an update. moved: the new momentum, and the orthogonal direction
-        that follows from it."""
-        momentum, direction = moved
+    def update(self, weight, state, momentum_and_direction, scheduled):
+        """Returns the weights and their state after an update. momentum_and_direction: the new momentum, and the
+        orthogonal direction that follows from it."""
+        momentum, direction = momentum_and_direction
         lr = self.lr * scheduled.lr_multiplier
         update, second_moment = normalise_neurons(direction, state["second_moment"], MUON_BETA2)
         # The same root-mean-square for every shape
@@ -152,8 +152,9 @@ class MuonAdamW:
 
     All state exists from the start, so the first step is the same program as the last. `masters` are the fp32 weights
     that are updated; the model may compute with copies in its training_dtype. With `parts`, each rank holds and updates
-    only its part of masters and state (ZeRO-1, arXiv 1910.02054): it reduce-scatters gradients, and all-gathers new
-    weights (parts.py). The weights in models.UNDIVIDED (weights.py: divides="nothing") are whole.
+    only its part of masters and state (ZeRO-1, arXiv 1910.02054): as many slices of the first dimension, layers or
+    tokens, as every other rank, padded with 0. It reduce-scatters gradients, and all-gathers new weights (parts.py).
+    The weights in models.UNDIVIDED (weights.py: divides="nothing") are whole.
     """
 
     def __init__(self, model, rules, dist=None, parts=None, weights=None):
@@ -169,10 +170,10 @@ class MuonAdamW:
             self.mesh = Mesh(data=dist.world_size if dist else 1)
         shapes = {name: p.shape for name, p in model.named_parameters()}
         self.lengths = {name: shape[0] for name, shape in shapes.items()}
-        self.divided = set()  # of the names
+        self.in_parts = set()  # names of the weights of which each rank updates a part
         for name, shape in shapes.items():
             if parts and len(shape) > 1 and name not in UNDIVIDED:
-                self.divided.add(name)
+                self.in_parts.add(name)
         self.masters = {}
         self.state = {}
         self.rule_of = {}
@@ -190,7 +191,7 @@ class MuonAdamW:
     # (_take_master). Those of a larger one come in slices through host memory, and only parts of them reach the device.
     def _place(self, model, weights, shapes):
         """Puts the model on the device, with this rank's parts of `weights`. Returns the optimizer's parts."""
-        found, masters = self.parts.collect(weights, {name: shapes[name] for name in self.divided},
+        found, masters = self.parts.collect(weights, {name: shapes[name] for name in self.in_parts},
                                             model.training_dtype)
         for name, tensor in found.items():
             setattr(model, name, torch.nn.Parameter(tensor.to(self.dist.device)))
@@ -199,11 +200,11 @@ class MuonAdamW:
 
     def _take_master(self, name, p, training_dtype):
         """Returns the master of a parameter: itself, or a copy if the model computes with something else."""
-        if name not in self.divided and training_dtype == torch.float32:
+        if name not in self.in_parts and training_dtype == torch.float32:
             return p
         master = self._part_of(name, p.detach()).clone()
         weight = p.detach()
-        if name in self.divided and self.mesh.divides_weights:
+        if name in self.in_parts and self.mesh.divides_weights:
             weight = self.parts.of_model(name, weight).clone()
         p.data = weight.to(training_dtype)
         return master
@@ -258,7 +259,7 @@ class MuonAdamW:
             if master is not p:
                 new_weights[name] = master.to(p.dtype)
         if self.parts:
-            of_parts = {name: weight for name, weight in new_weights.items() if name in self.divided}
+            of_parts = {name: weight for name, weight in new_weights.items() if name in self.in_parts}
             new_weights |= self.parts.new_weights(of_parts, self.lengths)
         for name, weight in new_weights.items():
             self.parameters[name].copy_(weight)
@@ -268,19 +269,19 @@ class MuonAdamW:
     def _updated(self, gradients, scheduled):
         """Yields (name, new master, new state) of each parameter, so that `update` can choose between them and the old
         ones."""
-        moved = self._moved({name: gradient for name, gradient in gradients.items() if name not in self.rules.adam},
-                            scheduled.momentum)
+        of_muon = self._momenta_and_directions(
+            {name: gradient for name, gradient in gradients.items() if name not in self.rules.adam}, scheduled.momentum)
         for name in self.parameters:
             master, state = self.masters[name], self._state_of(name)
-            # AdamW gets the gradient, Muon what _moved returns.
-            new, new_state = self.rule_of[name].update(master, state, moved.get(name, gradients[name]), scheduled)
+            change = of_muon.get(name, gradients[name])  # AdamW gets the gradient
+            new, new_state = self.rule_of[name].update(master, state, change, scheduled)
             if self.rules.average_decay:
                 new_state["average"] = state["average"].lerp(new, 1 - self.rules.average_decay)
             yield name, new, new_state
 
-    def _moved(self, gradients, momentum):
-        """Returns {name: what ByMuon gets} for gradients {name: (L, m, n)}: all matrices at once, because stacks of one
-        shape are orthogonalised together."""
+    def _momenta_and_directions(self, gradients, momentum):
+        """Returns {name: (momentum, direction)} for ByMuon, of gradients {name: (L, m, n)}: all matrices at once,
+        because stacks of one shape are orthogonalised together."""
         momenta = {}
         nesterov = {}  # Nesterov's momentum
         for name, gradient in gradients.items():
@@ -303,18 +304,18 @@ class MuonAdamW:
     # The parts of the ranks
 
     def _sum_over_ranks(self, sums):
-        """All-reduces `sums` in place. Returns the reduced gradients, {name: gradient}; of a divided weight, this
-        rank's part."""
+        """All-reduces `sums` in place. Returns the reduced gradients, {name: gradient}; of a weight in parts, this
+        rank's."""
         gradients = {name: p.main_grad for name, p in self.parameters.items()}
         if self.dist:
-            whole = [gradient for name, gradient in gradients.items() if name not in self.divided]
+            whole = [gradient for name, gradient in gradients.items() if name not in self.in_parts]
             whole += sums.values()
             all_reduce_sum(whole, self.dist)
             if self.mesh.tensor > 1:  # ranks along it have computed the same
                 for total in whole:
                     total /= self.mesh.tensor
         for name in gradients:
-            if name in self.divided:
+            if name in self.in_parts:
                 gradients[name] = self.parts.sum_gradient(name, gradients[name])
         return gradients
 
@@ -323,7 +324,7 @@ class MuonAdamW:
         squares_of_parts = []
         whole = []
         for name, gradient in gradients.items():
-            squares = squares_of_parts if name in self.divided else whole
+            squares = squares_of_parts if name in self.in_parts else whole
             squares.append(gradient.square().sum())
         if not squares_of_parts:
             return torch.stack(whole).sum().sqrt()
@@ -333,7 +334,7 @@ class MuonAdamW:
         return (total + sum(whole)).sqrt()
 
     def _part_of(self, name, tensor):
-        return self.parts.of_optimizer(tensor) if name in self.divided else tensor
+        return self.parts.of_optimizer(tensor) if name in self.in_parts else tensor
 
     @contextmanager
     def averaged_weights(self):
@@ -343,7 +344,7 @@ class MuonAdamW:
                 kept = {name: p.detach().clone() for name, p in self.parameters.items()}
                 for name, p in self.parameters.items():
                     average = self.state[f"{name}.average"].to(p.dtype)
-                    if name in self.divided:
+                    if name in self.in_parts:
                         average = self.parts.new_weight(name, average, self.lengths[name])
                     p.copy_(average)
             yield
@@ -376,7 +377,7 @@ class MuonAdamW:
             parameter = _parameter_of(name)
             is_needed = names is None or name in names
             copy = None
-            if parameter in self.divided:
+            if parameter in self.in_parts:
                 copy = self.parts.whole_on_host(tensor, self.lengths[parameter], is_needed)
             elif is_needed:
                 copy = tensor.detach().to("cpu", copy=True)

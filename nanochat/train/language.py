@@ -127,8 +127,8 @@ class LanguageTask:
 
     def open_batches(self, dist, step, lane_states=None):
         plan = self.plan
-        # The lanes' states are valid for rows of any length. They name the row length of the step before, after which
-        # they were saved, and the loader compares it.
+        # The lanes' states fit rows of any length, so it may change at this step. They name that of the step before,
+        # which must still be the plan's: the loader compares it.
         rows = self.rank_rows(dist, batch_size=plan.rows(step), seq_len=plan.seq_len(step), seed=self.flags.run.seed,
                           seq_len_before=plan.seq_len(max(step - 1, 0)))
         data = self.flags.data
@@ -192,7 +192,7 @@ class LanguageTask:
         return training
 
     def _slices(self, weights):
-        """Returns the weights {name: tensor}, or initial ones, as MuonAdamW takes them."""
+        """Returns an iterator of (name, index, tensor) over the weights, {name: tensor}, or over initial ones."""
         if not weights:
             return initial_weights(self.plan.config, self.flags.run.seed)
         return ((name, None, tensor) for name, tensor in weights.items())
@@ -220,8 +220,8 @@ class LanguageTask:
         return found
 
 
-# Data on the Hub gets its commits first, then the run its beginning and its plan. What is looked up once goes into the
-# flags, so that a resumed run has the same.
+# The commits of data on the Hub are looked up first, then what the run begins with, then its plan. All of it goes into
+# the flags, so that a resumed run has the same.
 def make_task(flags, device_type, world_size, directory, checkpoint=None):
     """Returns the LanguageTask for base_train's Flags. Raises BadInput.
 

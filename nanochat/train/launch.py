@@ -1,7 +1,7 @@
 """Starts a training run: prepares it in the parent process, then trains in one process per chip.
 
     launch(flags, device_type, make_task)        # base_train.py and puzzle_train.py call it
-        prepare(…)                               # in the parent process: a Run, checked (prepare.py)
+        prepare(…)                               # in the parent: calls make_task, finds the checkpoint (prepare.py)
         spawn(run, watchdog)                     # a process per chip
             Trainer(run, dist).train()           # in each of them (trainer.py)
 
@@ -26,8 +26,8 @@ from nanochat.train.trainer import Trainer
 
 
 def launch(flags, device_type, make_task):
-    """Trains, sends alerts, and returns the exit status. make_task: see prepare; device_type: from
-    resolve_device_type."""
+    """Trains, sends alerts, and returns the exit status. make_task: of the task, such as
+    language.make_task, for prepare; device_type: from resolve_device_type."""
     print_stacks_on_signal()
     name = flags.run.run
     try:

@@ -54,7 +54,7 @@ class Saves:
         if step == self._saved_step:
             return
         self._saved_step = step
-        # Every rank computes the same layout from the same sizes, and so knows its files.
+        # Every rank computes the same layout from the same sizes. Files and lane states meet in step_….tmp (saver.py).
         layout = Layout.of(*training.sizes())
         mine = layout.tensors_of(self._dist.local_rank, self._dist.num_local) if self._saver else ()
         state = training.host_state(mine)  # every rank must call it: it gathers the tensors from all

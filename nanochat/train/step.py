@@ -11,9 +11,10 @@ For the task of C++ (language.py), run() does this:
         (loss / (micro_steps × readers)).backward()                # adds to each weight's main_grad
     optimizer.update(scheduled, sums)    # main_grad and the losses in `sums`, over all ranks; Muon and AdamW
 
-Readers are the ranks that read different rows: all of them without --mesh_tensor. On XLA, operations are only recorded
-until a block `with observer.program(name)` ends. They are then a program, which is compiled once, and the device runs
-it while the host goes on (device/programs.py).
+A mesh is data × fsdp × tensor ranks: along the last two they divide the weights. Readers are the ranks that read
+different rows: all of them without --mesh_tensor. On XLA, operations are only recorded until a block
+`with observer.program(name)` ends. They are then a program, which is compiled once, and the device runs it while the
+host goes on (device/programs.py).
 
 The trainer (trainer.py), preflight and benches run this class. A task brings the model, optimizer, objective and
 batches.
@@ -60,7 +61,7 @@ class TrainingStep:
         self.objective = objective
         self.dist = dist
         self.carry = carry or {}
-        self.micro_step_name = "micro_step"
+        self.micro_step_name = "micro_step"  # of the program; rows of another length have another
         self.observer = Observer(dist)
         self.sums = {name: torch.zeros((), device=dist.device) for name in objective.names}
         self.micro_steps = micro_steps
