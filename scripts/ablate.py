@@ -38,7 +38,7 @@ LEVEL = 0.05  # of the tests, for a whole table
 class Flags:
     table: Path = flag(None, "the TOML file with seeds, flags and variants", positional=True, of=expand_path,
                        metavar="TABLE")
-    dry_run: bool = flag(False, "check the table, print the runs, and train nothing")
+    dry_run: bool = flag(False, "check the table, count its runs, and train nothing")
 
 
 @dataclass(frozen=True)

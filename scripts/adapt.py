@@ -247,15 +247,12 @@ def prepare(flags, path, meta, old, folder):
                    f"--out_dir={folder / 'old'}")
         old = {split: str(folder / "old" / os.path.basename(place)) for split, place in DEFAULT_DIRS.items()}
     mixture = {"own": {"train": "own/train", "val": "own/val"}, "old": old}
-    lines = [f"[sources.{name}]\ndir = {quoted(places['train'])}\nval = {quoted(places['val'])}\nweight = 1\n"
-             for name, places in mixture.items()]
+    lines = []
+    for name, places in mixture.items():
+        train, val = (json.dumps(places[split], ensure_ascii=False) for split in ("train", "val"))  # as TOML has texts
+        lines.append(f"[sources.{name}]\ndir = {train}\nval = {val}\nweight = 1\n")
     (folder / "mix.toml").write_text("".join(lines), encoding="utf-8")
     return training_flags(flags, path, meta, steps, folder, fim_rate_for(meta, tokenizer), eval_tokens)
-
-
-def quoted(text):
-    """Returns a text as TOML has it."""
-    return json.dumps(text, ensure_ascii=False)
 
 
 def evaluations(directory):

@@ -2,8 +2,8 @@
 
     python3 -m scripts.tok_eval --data_dir=heldout/val    # tokenizer/README.md says how to make it
 
-tiktoken downloads OpenAI's vocabularies, or reads them
-from the folder $TIKTOKEN_CACHE_DIR. The exit status is 1 if a text does not come back exactly.
+tiktoken downloads OpenAI's vocabularies, or reads them from the folder $TIKTOKEN_CACHE_DIR. The exit status is 1 if a
+text does not come back exactly.
 """
 import threading
 import time
@@ -63,7 +63,7 @@ def measure(name, encode, decode_bytes, texts):
     encoded = [encode(text) for text in texts]
     seconds = time.thread_time() - begin
     nbytes = sum(len(text.encode()) for text in texts)
-    is_lossless = all(decode_bytes(ids.tolist()) == text.encode() for ids, text in zip(encoded, texts, strict=True))
+    is_lossless = all(decode_bytes(ids) == text.encode() for ids, text in zip(encoded, texts, strict=True))
     print(f"| {name} | {nbytes / sum(map(len, encoded)):.3f} | {nbytes / 1e6 / seconds:.1f} | "
           f"{'yes' if is_lossless else 'no'} |", flush=True)
     return is_lossless
@@ -78,8 +78,8 @@ def main(argv=None):
     print(f"ours: {tokenizer.n_vocab} tokens, sha256 {tokenizer.sha256}")
     print("| tokenizer | bytes per token | MB/s on one core | every text comes back |\n| --- | --- | --- | --- |")
     for name, encoding in others.items():
-        measure(name, lambda text, encoding=encoding: encode_text(encoding, text), encoding.decode_bytes, texts)
-    return int(not measure("ours", tokenizer.encode_to_numpy, tokenizer.decode_bytes, texts))
+        measure(name, lambda text, of=encoding: encode_text(of, text).tolist(), encoding.decode_bytes, texts)
+    return int(not measure("ours", tokenizer.encode, tokenizer.decode_bytes, texts))
 
 
 if __name__ == "__main__":

@@ -110,7 +110,7 @@ class Infilling:
 @cache
 def part_chars_for(tokenizer, row_tokens):
     """Returns the characters of a part of a document that is longer than a row."""
-    return int(SURPLUS * row_tokens * len(SAMPLE) / len(tokenizer.encode_to_numpy(SAMPLE)))
+    return int(SURPLUS * row_tokens * len(SAMPLE) / len(tokenizer.encode(SAMPLE)))
 
 
 def check_fim(flag, tokenizer, seq_len):

@@ -191,10 +191,6 @@ class HubTokenizer:
         half = text.rfind("\n", 1, len(text) // 2) + 1 or len(text) // 2
         return self._ids_of(text[:half]) + self._ids_of(text[half:])
 
-    def encode_to_numpy(self, text):
-        """Returns the ids of `text` (str or bytes) as a uint32 array."""
-        return np.array(self.encode(text), np.uint32)
-
     def with_lost_bytes(self):
         """Returns this tokenizer for the rows of an evaluation, which divides by the bytes of the file: each text's
         tokens hold, in the bits above ID_BITS, how many more bytes the text has than they stand for (see `losses`)."""
