@@ -14,8 +14,8 @@ from pathlib import Path
 
 from nanochat.checkpoint.on_disk import find_checkpoint
 from nanochat.common import expand_path, flag, read_flags, run_script
-from nanochat.device.ranks import compute_cleanup, compute_init, prepare_xla_environment, resolve_device_type
-from nanochat.infer.flags import CheckpointFlags
+from nanochat.device.ranks import compute_cleanup, compute_init, prepare_xla_environment
+from nanochat.infer.flags import CheckpointFlags, resolve_inference_device_type
 from nanochat.judge.code_eval import (
     TASKS,
     check_solutions,
@@ -61,7 +61,7 @@ def main(argv=None):
     require_scipy()
     from nanochat.infer.load import load_language_meta, load_model, weights_of
     from nanochat.judge.writer import Writer
-    device_type = resolve_device_type(of_model.device_type)
+    device_type = resolve_inference_device_type(of_model.device_type)
     prepare_xla_environment(device_type)
     path = find_checkpoint(of_model.checkpoint)
     items = make_items(of_task, problems, of_samples.seed)

@@ -17,7 +17,7 @@ A row is one sequence of the training batch: T + 1 tokens. Invariants:
 
 PieceReader reads and tokenizes, Lane packs. units.py says which row group a lane reads next, and shards.py reads its
 parquet rows: one row is a document. The loader (loader.py) makes the lanes of a rank and calls make_rows from
-its threads. docs/data.md explains the design.
+its threads. docs/design.md explains the design.
 """
 import math
 from dataclasses import dataclass

@@ -14,7 +14,7 @@ num_lanes and goes to reader n mod readers, which therefore owns every readers-t
 any number of ranks. Each lane prefetches one block of rows, at first of one row; blocks grow with the rows taken.
 
 LanguageTask (train/language.py) opens one for training and one for each evaluation; base_eval opens one, too.
-docs/data.md explains the design.
+docs/design.md explains the design.
 """
 import math
 import queue

@@ -110,7 +110,7 @@ class DataFlags(TextFlags):
                                      "which the run began, else $NANOCHAT_BASE_DIR/tokenizer if it "
                                      "exists, else the shipped one", of=path_text)
     num_lanes: int = flag(NUM_LANES, "streams of data, a multiple of the number of devices; batches depend on it; "
-                          "docs/data.md", at_least=1, at_most=4096)
+                          "docs/design.md#lanes", at_least=1, at_most=4096)
     fim_rate: float = flag(0.0, "fraction of the documents rewritten for fill in the middle; "
                            "docs/data.md#fill-in-the-middle", at_least=0, at_most=1)
     synthetic_data: bool = flag(False, "train on random tokens, to test a machine without data")
