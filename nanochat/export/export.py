@@ -18,6 +18,7 @@ from nanochat.model.layers import NORM_EPS
 
 CODE = "modeling_nanochat_scaled"
 MODEL = "model.safetensors"
+KNOWN = {"head_dim", "layer_gates", "key_shift"}  # the LayerOptions that modeling_nanochat_scaled.py computes
 GGUF = ".gguf"  # a file, where another export is a folder
 # The names of a layer's weights in transformers, for those of weights.WEIGHTS.
 LAYER_NAMES = {"resid_scale": "resid_scale", "x0_scale": "x0_scale",
@@ -35,7 +36,11 @@ def is_llama(model):
 
 def check_exportable(model):
     """Raises BadInput if transformers would compute the model otherwise."""
-    if not is_llama(model) and 1 in model.config.windows():
+    if is_llama(model):
+        return
+    if unknown := model.options.unknown(KNOWN):
+        raise BadInput(f"--checkpoint has {unknown}, which an export does not compute")
+    if 1 in model.config.windows():
         raise BadInput("--checkpoint has windows of 1 position, with which transformers' cache gives wrong results")
 
 

@@ -100,7 +100,7 @@ class KernelFlags(DeviceFlags):
 
 @dataclass(frozen=True)
 class DataFlags(TextFlags):
-    data_dir: str | None = flag(None, "folder of parquet shards with a column text, gs://…, hf://…, or FILE.toml, a "
+    data_dir: str | None = flag(None, "folder of parquet shards, gs://…, hf://…, or FILE.toml, a "
                                 "mixture of folders; docs/data.md#mixtures; default: "
                                 "$NANOCHAT_BASE_DIR/parquet/base_data_v3", of=data_place)
     val_dir: str | None = flag(None, "folder of parquet shards for validation, gs://…, hf://…, or several, "

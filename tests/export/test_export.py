@@ -331,15 +331,19 @@ def test_the_card_has_the_licences_of_the_data_of_the_training(tmp_path):
 
 
 def test_the_files_express_every_weight_and_every_field_of_a_gpt():
-    """A new field needs a place in config.json and in modeling_nanochat_scaled.py, or check_exportable refuses it."""
+    """A new field needs a place in config.json and in modeling_nanochat_scaled.py. Until then
+    check_exportable refuses an option of a layer."""
     assert export.LAYER_NAMES.keys() | export.OTHER_NAMES.keys() == {weight.name for weight in WEIGHTS}
     assert {field.name for field in fields(GPTConfig)} == {
         "vocab_size", "max_seq_len", "n_layer", "n_embd", "n_head", "n_kv_head", "window_pattern", "short_window",
         "rotary_base", "key_shift", "softcap", "layer_gates", "value_embeddings"}
 
 
-def test_windows_of_one_position_are_refused(byte_tokenizer_dir):
+def test_what_the_files_do_not_compute_is_refused(byte_tokenizer_dir, monkeypatch):
     tokenizer = load_tokenizer(byte_tokenizer_dir)
+    with monkeypatch.context() as patch, pytest.raises(BadInput, match="has --key_shift, which an export does not"):
+        patch.setattr(export, "KNOWN", {"head_dim"})
+        export.check_exportable(make_model(tokenizer, key_shift=True))
     export.check_exportable(make_model(tokenizer, short_window=2))
     with pytest.raises(BadInput, match="windows of 1 position"):
         export.check_exportable(make_model(tokenizer, short_window=1))
