@@ -5,6 +5,8 @@ import socket
 import subprocess
 import sys
 
+import pytest
+
 from tests.record.test_metrics import read
 
 WANDB_RUN = """
@@ -48,6 +50,7 @@ def test_wandb_without_a_login_is_one_plain_line(tmp_path):
     assert "warning" not in output and "UsageError" not in output
 
 
+@pytest.mark.slow
 def test_no_step_waits_for_a_wandb_server_that_never_answers_and_the_process_ends(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         output = run_with_wandb(tmp_path, WANDB_BASE_URL=f"http://127.0.0.1:{silent.getsockname()[1]}",

@@ -184,6 +184,7 @@ def test_synthetic_data_needs_no_data(train):
     assert "finished: --save_every=-1 saved nothing" in process.stdout.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_a_run_is_not_silent_between_two_lines_of_its_log(train):
     program = """
 from nanochat import common

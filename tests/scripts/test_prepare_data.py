@@ -61,6 +61,7 @@ def test_same_bytes_for_any_number_of_workers_and_order_of_flags_but_not_for_ano
     assert made[0] == made[1] != made[2] and len(made[0]) > 3
 
 
+@pytest.mark.slow
 def test_killed_at_ten_moments_it_resumes_and_gives_the_same_bytes(tmp_path):
     for number in range(12):
         make_project(tmp_path / "in", f"p{number}", files=10)
