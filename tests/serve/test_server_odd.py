@@ -107,10 +107,11 @@ def test_what_is_not_there_gets_the_same_kind_of_error(client):
 
 @pytest.mark.slow
 def test_memory_does_not_grow_while_text_is_typed(completer):
-    """What Python's garbage collector knows of is counted, after a while and after three times as long."""
+    """What Python's garbage collector knows of is counted, after a while and after 50 requests more, and again, because
+    other threads make some for a moment."""
     counts = []
     with serving(completer) as (client, server):
-        for round_ in range(4):
+        for round_ in range(5):
             for at in range(1, 100, 4):
                 body = VIM | {"input_prefix": SOURCE[:at], "prompt": "", "input_suffix": SOURCE[100:], "n_predict": 2,
                               "input_extra": [{"text": f"{round_} {at}"}]}
@@ -118,7 +119,7 @@ def test_memory_does_not_grow_while_text_is_typed(completer):
             gc.collect()
             counts.append(len(gc.get_objects()))
         assert len(server.thread._jobs) <= 2
-    assert counts[3] - counts[1] < 50, counts  # fewer than one object a request: other threads make some, too
+    assert min(counts[3:]) - counts[1] < 50, counts  # fewer than one object a request
 
 
 # scripts/serve.py
