@@ -26,8 +26,8 @@ from nanochat.train.trainer import Trainer
 
 
 def launch(flags, device_type, make_task):
-    """Trains, sends alerts, and returns the exit status. make_task: of the task, such as
-    language.make_task, for prepare; device_type: from resolve_device_type."""
+    """Trains, sends alerts, and returns the exit status. make_task: of the task, such as language.make_task,
+    for prepare; device_type: from resolve_device_type."""
     print_stacks_on_signal()
     name = flags.run.run
     try:
