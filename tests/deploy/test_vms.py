@@ -47,7 +47,7 @@ def test_create_deletes_a_vm_that_does_not_become_healthy(laptop, cloud):
 
 def test_create_tries_no_other_zone_while_one_may_hold_a_vm(laptop, cloud, installed_gcloud):
     cloud.faults, cloud.undeletable = {"us-a": ["stuck"]}, 9
-    output = laptop.run("create.sh", "nano", ZONES, *QUICK, "--wait_s=2", status=1)
+    output = laptop.run("create.sh", "nano", ZONES, *QUICK, "--wait_s=8", status=1)
     assert "nano may still exist in us-a, and cost" in output
     assert not cloud.node("nano", "us-b")
 
