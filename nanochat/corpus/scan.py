@@ -106,7 +106,8 @@ def overlaps(data, excluded):
 # Licences
 
 MAX_LICENCE_BYTES = 16 << 20  # longer files are no licences
-_SPDX = re.compile(rb"SPDX-License-Identifier:[ \t]*(\(*[\w.+-]+\)*(?: (?:AND|OR|WITH) \(*[\w.+-]+\)*)*)")
+_NAME = rb"(?:\([ \t]*)*[\w.+-]+(?:[ \t]*\))*"  # of a licence, with the parentheses around it
+_SPDX = re.compile(rb"SPDX-License-Identifier:[ \t]*(%b(?:[ \t]+(?i:and|or|with)[ \t]+%b)*)" % (_NAME, _NAME))
 # Debian's short names of licences, and the phrases by which their texts are recognised. The phrase that comes first in
 # a text decides; of two that begin at the same character, the one that comes first in this list.
 _LICENCE_PHRASES = [(name, re.compile(phrase, re.IGNORECASE)) for name, phrase in [
@@ -210,7 +211,7 @@ class _Scan:
         spdx = _SPDX.search(text, 0, 4096)
         licence = row.licence or self.licence
         if spdx:
-            licence = spdx[1].decode()
+            licence = " ".join(spdx[1].decode().split())
             if licence.count("(") != licence.count(")"):  # a comment in parentheses ends with the tag
                 licence = licence.strip("()")
         if self.flags.licences == "permissive" and not is_permissive(licence):

@@ -56,7 +56,8 @@ def test_only_permissive_licences_if_asked_for(tmp_path):
     rows = stack_rows("a", 40)
     for number, row in enumerate(rows):
         row["max_stars_repo_licenses"] = ["MIT"] if number % 2 else ["GPL-3.0", "MIT"]
-    tags = ["MIT", "GPL-2.0-only OR (MIT AND ISC)", "(MIT)", "GPL-2.0-only", "MIT AND (GPL-2.0-only)"]
+    tags = ["MIT", "GPL-2.0-only OR (MIT AND ISC)", "(MIT)", "GPL-2.0-only", "MIT AND (GPL-2.0-only)",
+            "MIT \tAND ( GPL-2.0-only )", "MIT and GPL-2.0-only"]
     for number, tag in enumerate(tags):
         rows[2 * number]["content"] = f"// SPDX-License-Identifier: {tag}\n" + rows[2 * number]["content"]
     rows[20]["content"] = "// (SPDX-License-Identifier: MIT)\n" + rows[20]["content"]
