@@ -26,6 +26,10 @@ WAIT_S=900 MAX_HOURS="" MARGIN_S=600
 parse "MAX_HOURS MARGIN_S DRY_RUN" "$@"
 take_name
 [ -n "$SSH_KEY" ] || die 2 "--ssh_key is empty, and the new VM needs a key: give --ssh_key=FILE"
+if [ -e "$SSH_KEY" ] || [ -e "$SSH_KEY.pub" ]; then
+  grep -qsE '^(ssh-|ecdsa-|sk-)' "$SSH_KEY.pub" ||
+    die 2 "--ssh_key=$SSH_KEY: $SSH_KEY.pub is no public key, so nobody could log in: ssh-keygen -y writes one"
+fi
 facts "$TYPE"
 need_room
 settle "$NAME"

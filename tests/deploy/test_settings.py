@@ -62,9 +62,14 @@ def test_a_refused_config_file_ends_a_script_with_status_2_and_one_line(tmp_path
     assert result.returncode == 2 and len(result.stderr.splitlines()) == 1
 
 
-def test_a_new_vm_needs_a_key():
-    result = run("create.sh", "nano", "--zones=us-a", "--ssh_key=")
-    assert result.returncode == 2 and "--ssh_key is empty" in result.stderr and len(result.stderr.splitlines()) == 1
+@pytest.mark.parametrize("key, said", [("", "--ssh_key is empty"), ("folder", "folder.pub is no public key"),
+                                       ("private", "private.pub is no public key")])
+def test_a_new_vm_needs_a_key_with_which_one_can_log_in(tmp_path, key, said):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "private").write_text("-----BEGIN OPENSSH PRIVATE KEY-----\n")
+    (tmp_path / "private.pub").touch()
+    result = run("create.sh", "nano", "--zones=us-a", f"--ssh_key={key and tmp_path / key}")
+    assert result.returncode == 2 and said in result.stderr and len(result.stderr.splitlines()) == 1
 
 
 def test_flags_are_read_as_the_config_file_is():
