@@ -38,7 +38,7 @@ def main(argv=None):
     from nanochat.infer.load import load_model
     if flags.out is None:
         raise BadInput("--out is needed: name the folder or file to make")
-    is_gguf = flags.out.suffix == export.GGUF
+    is_gguf = flags.out.suffix.lower() == export.GGUF
     if flags.gguf and not is_gguf:
         raise BadInput(f"--gguf={flags.gguf} is for a file of llama.cpp, and --out={flags.out} does not end in .gguf")
     if is_gguf:

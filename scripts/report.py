@@ -114,7 +114,7 @@ WORTH_SAYING = 0.05  # of the time
 HOST_BOUND = 0.80  # below it, the host's work overlaps with the device's
 MEMORY_FREE = 0.48  # twice the batch takes less than twice the memory, because weights do not grow with it
 REMEDIES = {
-    "evaluate": "a larger --eval_every, or fewer --eval_tokens",
+    "evaluate": "a larger --eval_every, or fewer --eval_tokens (puzzle_train: --eval_puzzles)",
     "sample": "a larger --sample_every",
     "save": "a larger --save_every",
     "lost": "a smaller --save_every, or a VM that is replaced sooner (deploy/watch.sh with more zones)",

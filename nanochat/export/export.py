@@ -165,7 +165,7 @@ def new_place(out, needed_bytes):
         for path in (*partial.iterdir(), partial):
             sync_to_disk(path)
         check_place(out)  # another export may have finished meanwhile
-        (partial / "model.gguf" if out.suffix == GGUF else partial).rename(out)
+        (partial / "model.gguf" if out.suffix.lower() == GGUF else partial).rename(out)
         sync_to_disk(out.parent)
     finally:
         shutil.rmtree(partial, ignore_errors=True)

@@ -74,7 +74,7 @@ def test_transformers_reads_the_same_weights_and_sizes(tmp_path, base_dir, kind,
 
 def test_tokens_and_texts_are_entries_that_llama_cpp_reads(tmp_path, base_dir):
     imported(tmp_path)
-    found = entries(export_to(tmp_path / "a.gguf"))
+    found = entries(export_to(tmp_path / "a.GGUF"))
     assert found["general.name"] == "model" and found["general.license"] == "apache-2.0"
     ggml = {key.removeprefix("tokenizer.ggml."): value for key, value in found.items() if "tokenizer.ggml." in key}
     shown = [f"[{name}]" if name in ("<reponame>", "<repo_name>") else name for name in SMOLLM2_SPECIAL]
