@@ -40,13 +40,43 @@ _PERMISSIVE = set("""0bsd afl-2.1 afl-3.0 apache-1.1 apache-2 apache-2.0 artisti
     sgi-b-2.0 tcl unicode-3.0 unicode-dfs-2016 unlicense upl-1.0 w3c wtfpl x11 zlib zlib-acknowledgement""".split())
 
 
+LICENCE_BYTES = 4096  # of a file, in which it says its licence
+LONGEST = 200  # characters of a tag
+_TAG = re.compile(rb"SPDX-Licen[cs]e-Identifier[^\w(\r\n]*([^\r\n]*)", re.IGNORECASE)
+_GNU = re.compile(rb"GNU[\s*/#]+(?:(?:Lesser|Library|Affero)[\s*/#]+)?General[\s*/#]+Public[\s*/#]+Licen[cs]e",
+                  re.IGNORECASE)
+
+
+def licence_in(text, otherwise):
+    """Returns the licence of a document, bytes, by its first LICENCE_BYTES: what all SPDX tags say, word for word, else
+    the licence `otherwise`, which is no longer permissive if they name the GNU General Public License."""
+    found = []
+    beginning = text[:2 * LICENCE_BYTES]
+    lower = beginning.lower()  # re looks for letters of both cases far more slowly
+    for tag in _TAG.finditer(beginning) if b"spdx" in lower else ():
+        if tag.start() < LICENCE_BYTES:
+            words = " ".join(tag[1].decode("utf-8", "replace").split())
+            words = re.sub(r"[^\w+)]+$", "", words)  # the end of the comment
+            if words.count(")") > words.count("("):  # the comment is in parentheses
+                words = words[:-1]
+            found.append(words if 0 < len(words) <= LONGEST else "unknown")
+    if found:
+        return found[0] if len(set(found)) == 1 else " AND ".join(f"({words})" for words in dict.fromkeys(found))
+    if is_permissive(otherwise) and b"gnu" in lower and _GNU.search(text, 0, LICENCE_BYTES):
+        return f"{otherwise} AND GPL"
+    return otherwise
+
+
 def is_permissive(licence):
     """Returns whether an expression of SPDX, or Debian's, names permissive licences: one of those around OR is enough,
-    of those around AND all are needed. An exception (WITH) only permits more. An unknown licence is not permissive."""
+    of those around AND all are needed. An exception (WITH) only permits more. Anything else is not permissive."""
+    if len(licence) > 1000:
+        return False
     # "MIT OR (GPL-2.0 AND ISC)" becomes "1|(0&1)", which is reduced from the inside.
     words = {"and": "&", "or": "|", **dict.fromkeys(_PERMISSIVE, "1")}
-    expression = re.sub(r"\bWITH\s+[^\s()]+", "", licence[:1000], flags=re.IGNORECASE)
-    expression = re.sub(r"[^\s()]+", lambda word: words.get(word[0].lower(), "0"), expression).replace(" ", "")
+    expression = re.sub(r"\bWITH\s+[\w.-]+-exception\b[\w.-]*", "", licence, flags=re.IGNORECASE)
+    expression = re.sub(r"[^\s()]+", lambda word: words.get(word[0].lower(), "0"), expression)
+    expression = re.sub(r"\s", "", expression)
     before = ""
     while before != expression:
         before = expression

@@ -6,14 +6,14 @@ from collections import Counter
 
 from nanochat.common import SUFFIXES
 from nanochat.corpus.duplicates import bands, signature
-from nanochat.corpus.filters import EMAILS, SECRETS, has_secret, is_permissive, replace_emails
+from nanochat.corpus.filters import EMAILS, SECRETS, has_secret, is_permissive, licence_in, replace_emails
 from nanochat.corpus.runs import key_of, write_run
 from nanochat.corpus.sources import LICENCE_FILE, check_unchanged, iter_files, readable
 from nanochat.corpus.tables import Row, iter_rows
 from nanochat.corpus.workers import whole_file
 
 # To be increased when a change to this file or to build.py makes another corpus from the same files, or other runs.
-RECIPE = 4
+RECIPE = 5
 HELD_OUT = "_val.parquet"  # end of the names of runs of held-out documents
 STATS = "stats.json"  # beside the runs of a source, once all are written
 RUN_BYTES = 32_000_000
@@ -106,8 +106,6 @@ def overlaps(data, excluded):
 # Licences
 
 MAX_LICENCE_BYTES = 16 << 20  # longer files are no licences
-_NAME = rb"(?:\([ \t]*)*[\w.+-]+(?:[ \t]*\))*"  # of a licence, with the parentheses around it
-_SPDX = re.compile(rb"SPDX-License-Identifier:[ \t]*(%b(?:[ \t]+(?i:and|or|with)[ \t]+%b)*)" % (_NAME, _NAME))
 # Debian's short names of licences, and the phrases by which their texts are recognised. The phrase that comes first in
 # a text decides; of two that begin at the same character, the one that comes first in this list.
 _LICENCE_PHRASES = [(name, re.compile(phrase, re.IGNORECASE)) for name, phrase in [
@@ -126,6 +124,9 @@ _LICENCE_PHRASES = [(name, re.compile(phrase, re.IGNORECASE)) for name, phrase i
     ("Zlib", r"without any express or implied\s+warranty(?s:.{0,600}?)altered source versions"),
     ("public-domain", r"public domain|free and unencumbered"),
 ]]
+# What makes another licence of a permissive one
+_RESTRICTED = re.compile(r"(?<!commercial or )(?<!commercial and )non-?commercial|Commons Clause|"
+                         r"Business Source License|not in the public domain|General Public License", re.IGNORECASE)
 
 
 def licence_of(source):
@@ -134,14 +135,15 @@ def licence_of(source):
     if source.licence:
         return source.licence
     for path, nbytes, read in iter_files(source):
-        if LICENCE_FILE.fullmatch(path) and nbytes <= MAX_LICENCE_BYTES:
+        if LICENCE_FILE.fullmatch(path) and not path.endswith(SUFFIXES) and nbytes <= MAX_LICENCE_BYTES:
             with readable():
                 text = read().decode("utf-8", "replace")
             found = []
             for order, (name, phrase) in enumerate(_LICENCE_PHRASES):
                 if match := phrase.search(text):
                     found.append((match.start(), order, name))
-            return min(found)[2] if found else "unknown"
+            name = min(found)[2] if found else "unknown"
+            return f"{name} AND unknown" if is_permissive(name) and _RESTRICTED.search(text) else name
     return "unknown"
 
 
@@ -208,12 +210,7 @@ class _Scan:
         if overlaps(text, self.excluded):
             return "overlaps_problem"
         # What a file says of itself counts more than what its project says of all files.
-        spdx = _SPDX.search(text, 0, 4096)
-        licence = row.licence or self.licence
-        if spdx:
-            licence = " ".join(spdx[1].decode().split())
-            if licence.count("(") != licence.count(")"):  # a comment in parentheses ends with the tag
-                licence = licence.strip("()")
+        licence = licence_in(text, row.licence or self.licence)
         if self.flags.licences == "permissive" and not is_permissive(licence):
             return "licence"
         if SECRETS in self.flags.filters and has_secret(text):
