@@ -74,9 +74,15 @@ def limit_s(phase, step_timeout_s, usual_s):
     return END_TIMEOUT_S if phase == "end" else SLOW_PHASE_TIMEOUT_S
 
 
+# Prints the stacks of all threads of a process that is killed next, even while one of them holds the GIL. Those of
+# threads that run change meanwhile, and reading them may crash the process.
+ALL_STACKS = signal.SIGRTMIN
+
+
 def print_stacks_on_signal():
-    """Makes SIGUSR1 print the stacks of all threads, even while one of them holds the GIL."""
-    faulthandler.register(signal.SIGUSR1, file=2)
+    """Makes SIGUSR1 print the stack of the main thread, which waits meanwhile, and ALL_STACKS those of all threads."""
+    faulthandler.register(signal.SIGUSR1, file=2, all_threads=False)
+    faulthandler.register(ALL_STACKS, file=2)
 
 
 # A rank that dies leaves the others waiting in a collective for ever, and neither they nor the main thread of this
@@ -128,7 +134,7 @@ class Watchdog:
                 self._report(f"{late}. The stacks of all processes follow, then the run ends")
                 faulthandler.dump_traceback(all_threads=True)
                 for pid in self._alive():
-                    os.kill(pid, signal.SIGUSR1)
+                    os.kill(pid, ALL_STACKS)
                     time.sleep(STACKS_S)  # one process at a time, or their lines would mix
             else:
                 continue

@@ -1,5 +1,9 @@
 """Ranks that die or hang (faulty_ranks.py) end the run, with the reason."""
 import os
+import signal
+import subprocess
+import sys
+import time
 
 import pytest
 
@@ -50,3 +54,30 @@ def test_a_phase_has_the_time_that_it_may_need():
     assert watchdog.limit_s("compile", -1, usual_s=0) == float("inf")
     # Ranks other than 0 come to the end at once, and wait while rank 0 waits for the disk and the mirror.
     assert watchdog.limit_s("end", 600, usual_s=1) > saver.END_TIMEOUT_S + uploader.END_TIMEOUT_S + 60
+
+
+DEEP_THREADS = """
+import threading, time
+from nanochat.run.watchdog import print_stacks_on_signal
+def deep(n):
+    return n and deep(n - 1)
+def work():
+    while True:
+        deep(600)  # its stack grows and shrinks by pages
+print_stacks_on_signal()
+for _ in range(3):
+    threading.Thread(target=work, daemon=True).start()
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_process_survives_printing_its_stack_a_hundred_times():
+    with subprocess.Popen([sys.executable, "-c", DEEP_THREADS], stdout=subprocess.PIPE,
+                          stderr=subprocess.DEVNULL) as process:
+        process.stdout.readline()
+        for _ in range(100):
+            process.send_signal(signal.SIGUSR1)
+            time.sleep(0.005)
+        assert process.poll() is None
+        process.kill()
