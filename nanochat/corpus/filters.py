@@ -62,7 +62,7 @@ def licence_in(text, otherwise):
             found.append(words if 0 < len(words) <= LONGEST else "unknown")
     if found:
         return found[0] if len(set(found)) == 1 else " AND ".join(f"({words})" for words in dict.fromkeys(found))
-    if is_permissive(otherwise) and b"gnu" in lower and _GNU.search(text, 0, LICENCE_BYTES):
+    if b"gnu" in lower and _GNU.search(text, 0, LICENCE_BYTES) and is_permissive(otherwise):
         return f"{otherwise} AND GPL"
     return otherwise
 

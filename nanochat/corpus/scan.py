@@ -124,7 +124,7 @@ _LICENCE_PHRASES = [(name, re.compile(phrase, re.IGNORECASE)) for name, phrase i
     ("Zlib", r"without any express or implied\s+warranty(?s:.{0,600}?)altered source versions"),
     ("public-domain", r"public domain|free and unencumbered"),
 ]]
-# What makes another licence of a permissive one
+# A text with a permissive phrase and one of these is another licence
 _RESTRICTED = re.compile(r"(?<!commercial or )(?<!commercial and )non-?commercial|Commons Clause|"
                          r"Business Source License|not in the public domain|General Public License", re.IGNORECASE)
 

@@ -10,7 +10,7 @@ A layer is a function that PyTorch can differentiate. By default the backward lo
 input, and differentiates it inside the traced body of the loop. A layer may bring its own backward pass (LayerByHand):
 then the forward loop keeps what that needs, and little or nothing is computed twice.
 
-A decoder calls run_all (xla.py), that run_layers, and the loops, for a GPT, _forward and _backward (gpt_layer.py).
+The calls for a GPT: Decoder._all_layers → run_all (xla.py) → run_layers → _forward and _backward (gpt_layer.py).
 """
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -74,8 +74,8 @@ def limit_s(phase, step_timeout_s, usual_s):
     return END_TIMEOUT_S if phase == "end" else SLOW_PHASE_TIMEOUT_S
 
 
-# Prints the stacks of all threads of a process that is killed next, even while one of them holds the GIL. Those of
-# threads that run change meanwhile, and reading them may crash the process.
+# This signal makes a process print the stacks of all its threads, even while one of them holds the GIL. Stacks of
+# threads that run change while they are read, which may crash the process: so it is sent only before a kill.
 ALL_STACKS = signal.SIGRTMIN
 
 
